@@ -1,0 +1,232 @@
+"""The configuration as a frozen value. Key names are those of the original, so that its files work unchanged."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    field_validator,
+    model_validator,
+)
+
+Op = Literal["min", "max", "norm", "mean", "zeros", "nans", "shape", "dtype", "id"]
+STATISTIC_OPS: tuple[Op, ...] = ("min", "max", "norm", "mean", "zeros", "nans")
+"""The ops that are computed from a tensor's elements; ``shape``, ``dtype`` and ``id`` describe the row."""
+
+TIMESTAMP = re.compile(r"(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[0-3]\d_[0-2]\d-[0-5]\d-[0-5]\d")
+_TENSOR = re.compile(r"tensor|(tuple|list)\[\d+\](:\d+)?")
+
+
+def _integral(value: object) -> object:
+    """Accept ``1e8``, which JSON reads as a float, where a whole number is meant."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def _number(value: object) -> object:
+    """Accept a whole number where a decimal is meant, and refuse text and booleans."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError("must be a number")  # noqa: TRY004 - pydantic turns ValueError into a problem with its path
+    return float(value)
+
+
+def _tensor_place(value: object) -> object:
+    if isinstance(value, str) and _TENSOR.fullmatch(value.replace(" ", "")):
+        return value.replace(" ", "")
+    raise ValueError('must be "tensor" or "tuple[N]:i", such as "tuple[2]:0"')
+
+
+WholeNumber = Annotated[StrictInt, BeforeValidator(_integral)]
+Number = Annotated[float, BeforeValidator(_number)]
+TensorPlace = Annotated[str, BeforeValidator(_tensor_place)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+
+class Target(_Frozen):
+    """Which tensors of a module are watched; with none named, all of them."""
+
+    input: TensorPlace | None = None
+    output: TensorPlace | None = None
+    input_grad: TensorPlace | None = None
+    output_grad: TensorPlace | None = None
+
+
+class CommunicationConfig(_Frozen):
+    """``cc_distribution``: statistics of what communication operators send and receive."""
+
+    enable: StrictBool = False
+    cc_codeline: tuple[str, ...] = ()
+    cc_pre_hook: StrictBool = False
+    cc_log_only: StrictBool = False
+
+
+class RuleArguments(_Frozen):
+    """Arguments of an alert rule."""
+
+    threshold: Number | None = Field(default=None, ge=0)
+
+
+class Rule(_Frozen):
+    """One alert rule, by the name of the original."""
+
+    rule_name: Literal["AnomalyNan", "AnomalyTurbulence"]
+    args: RuleArguments = RuleArguments()
+
+    @model_validator(mode="after")
+    def _turbulence_needs_threshold(self) -> Rule:
+        if self.rule_name == "AnomalyTurbulence" and self.args.threshold is None:
+            raise ValueError('AnomalyTurbulence needs "args": {"threshold": …}, such as 0.5')
+        return self
+
+
+class AlertConfig(_Frozen):
+    """``alert``: rules in order, the first that fires names the anomaly."""
+
+    rules: tuple[Rule, ...] = ()
+    dump: StrictBool = False
+
+
+class L2Targets(_Frozen):
+    """``l2_targets``: modules whose high-order features are recorded."""
+
+    attention_hook: tuple[str, ...] | None = None
+    linear_hook: tuple[str, ...] | None = None
+    moe_router_weight_hook: tuple[str, ...] | None = None
+    moe_router_logit_hook: tuple[str, ...] | None = None
+
+
+class MonitorConfig(_Frozen):
+    """Everything a run is asked to record. Every field's description is the text of ``docs/configuration.md``."""
+
+    targets: dict[str, Target] = Field(
+        default_factory=dict,
+        description="Module or parameter names to watch; a parameter is watched when its name starts with a target. "
+        "`*`, `?` and `[…]` make a target a glob pattern. Empty: everything.",
+    )
+    param_distribution: StrictBool = Field(
+        default=False, description="Weights, before (`param_origin`) and after (`param_updated`) the optimizer step."
+    )
+    wg_distribution: StrictBool = Field(
+        default=False,
+        description="Weight gradients: this rank's own (`grad_unreduced`) and as the optimizer uses them (`grad_reduced`).",
+    )
+    mv_distribution: StrictBool = Field(
+        default=False,
+        description="Optimizer state before the step: `exp_avg`, `exp_avg_sq` and every other state tensor.",
+    )
+    xy_distribution: StrictBool = Field(default=False, description="Activations and their gradients.")
+    all_xy: StrictBool = Field(
+        default=False,
+        description="With `xy_distribution`: all modules; those named in `targets` follow their own entry.",
+    )
+    forward_only: StrictBool = Field(default=False, description="With `xy_distribution`: activations only.")
+    backward_only: StrictBool = Field(
+        default=False, description="With `xy_distribution`: gradients of activations only."
+    )
+    monitor_mbs_grad: StrictBool = Field(
+        default=False,
+        description="With `wg_distribution`: the unreduced gradient after every micro-batch (a running sum), "
+        "in rows told apart by the column `micro_step`.",
+    )
+    mg_direction: StrictBool = Field(
+        default=False, description="Share of elements whose gradient and first moment agree in sign."
+    )
+    ur_distribution: StrictBool = Field(default=False, description="Adam's update and its ratio to the weight.")
+    cc_distribution: CommunicationConfig = Field(CommunicationConfig(), description="Communication operators.")
+    stack_info: StrictBool = Field(default=False, description="Call stack of every module at the first monitored step.")
+    recording_l2_features: StrictBool = Field(
+        default=False, description="High-order features of the modules in `l2_targets`."
+    )
+    l2_targets: L2Targets = Field(L2Targets(), description="Modules by kind of feature.")
+    sa_order: Literal["s,b,h,d", "b,s,h,d"] = Field(
+        "s,b,h,d", description="Order of the dimensions of an attention's inputs."
+    )
+    print_struct: StrictBool = Field(
+        default=False, description="Write the structure of the model after the first step, then stop the run."
+    )
+    ops: tuple[Op, ...] = Field(
+        ("norm",),
+        description="Columns, in this order: `min`, `max`, `norm` (L2), `mean`, `zeros` (share of elements with "
+        "absolute value below `eps`), `nans` (count); also `shape`, `dtype` and `id` (order of execution in the step). "
+        "`shape` and `dtype` are always there, at the end unless named.",
+    )
+    eps: Number = Field(1e-8, gt=0, description="Threshold of `zeros`.")
+    ndigits: WholeNumber = Field(
+        6,
+        ge=0,
+        le=20,
+        description="Decimals in CSV. A value that would print as 0 keeps that many significant digits in exponent form.",
+    )
+    start_step: WholeNumber = Field(0, ge=0, description="First training step that is collected.")
+    step_interval: WholeNumber = Field(1, ge=1, description="Every how many steps one is collected.")
+    collect_times: WholeNumber = Field(100_000_000, ge=0, description="How many steps are collected, then no more.")
+    module_ranks: tuple[Annotated[WholeNumber, Field(ge=0)], ...] = Field(
+        (), description="Ranks that monitor. Empty: all."
+    )
+    dynamic_on: StrictBool = Field(
+        default=False,
+        validation_alias=AliasChoices("dynamic_on", "switch"),
+        description="With `DYNAMIC_MONITOR=True`: whether collection is on. Otherwise it has no effect. "
+        "The older name `switch` is accepted.",
+    )
+    alert: AlertConfig = Field(AlertConfig(), description="Alert rules, and whether anomalies are written to files.")
+    format: Literal["csv", "tensorboard", "api"] = Field(
+        "csv", description="`csv` files; `tensorboard` event files; `api`: memory only."
+    )
+    step_count_per_record: WholeNumber = Field(
+        1, ge=1, le=1_000_000, description="Steps that one CSV file holds; its name says which."
+    )
+    append_output: tuple[str, ...] = Field(
+        (),
+        description="Two timestamps such as `Dec03_21-34-40`: go on in this rank's directory between them (inclusive).",
+    )
+    squash_name: StrictBool = Field(
+        default=False,
+        description="Shorten names to the part from `layer(s)`, `embedding(s)`, `final`, `output` or `norm` on.",
+    )
+
+    @field_validator("sa_order", mode="before")
+    @classmethod
+    def _without_blanks(cls, value: object) -> object:
+        return value.replace(" ", "") if isinstance(value, str) else value
+
+    @field_validator("ops")
+    @classmethod
+    def _unique_ops(cls, ops: tuple[Op, ...]) -> tuple[Op, ...]:
+        return tuple(dict.fromkeys(ops)) or ("norm",)
+
+    @field_validator("append_output")
+    @classmethod
+    def _two_timestamps(cls, stamps: tuple[str, ...]) -> tuple[str, ...]:
+        if len(stamps) not in {0, 2} or not all(TIMESTAMP.fullmatch(stamp) for stamp in stamps):
+            raise ValueError('must be [] or two timestamps, such as ["Dec03_21-34-40", "Dec03_21-34-41"]')
+        return stamps
+
+    @property
+    def statistics(self) -> tuple[Op, ...]:
+        """The configured ops that are computed from a tensor's elements, in the order of the columns."""
+        return tuple(op for op in self.ops if op in STATISTIC_OPS)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """All columns after the row's names: the ops as configured, then ``shape`` and ``dtype`` unless among them."""
+        return (*self.ops, *(op for op in ("shape", "dtype") if op not in self.ops))
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of a configuration file."""
+    schema = MonitorConfig.model_json_schema()
+    schema["title"] = "msmon configuration"
+    return schema

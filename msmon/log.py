@@ -1,0 +1,31 @@
+"""What msmon says: on stderr, each thing once, with the rank that says it. Never on stdout."""
+
+from __future__ import annotations
+
+import sys
+
+_said: dict[str, object] = {}
+_speaker = ""
+
+
+def set_rank(rank: int, world_size: int) -> None:
+    """Name the rank in every following line (left out when there is only one)."""
+    global _speaker  # noqa: PLW0603 - one process has one rank
+    _speaker = f"[rank {rank}] " if world_size > 1 else ""
+
+
+def say(text: str, *, once: str = "") -> None:
+    """Write a line on stderr.
+
+    Args:
+        text: The line.
+        once: A key; a second line with the same key is dropped.
+    """
+    mine = object()
+    if once and _said.setdefault(once, mine) is not mine:  # one atomic call: a lock could hang in a signal handler
+        return
+    try:
+        sys.stderr.write(f"msmon: {_speaker}{text}\n")
+        sys.stderr.flush()
+    except (OSError, ValueError, AttributeError, RuntimeError):
+        pass  # stderr closed, full, absent, or in use by what a signal interrupted: training goes on without the line

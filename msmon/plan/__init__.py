@@ -1,0 +1,1 @@
+"""Pure decisions: which rows, which steps, under which names. No tensor, no clock, no file."""

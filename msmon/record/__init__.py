@@ -1,0 +1,1 @@
+"""What leaves the training thread: the table of one training step."""

@@ -1,0 +1,139 @@
+"""The writer thread: waits for a step's numbers, hands them to the sinks. The training thread only hands over."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from msmon import log
+from msmon.sinks.base import RecordedStep
+
+if TYPE_CHECKING:
+    from msmon.record.table import StepTable
+    from msmon.sinks.base import Sink
+
+STALL_LIMIT = 5.0
+"""Seconds that a training step waits for the disk before msmon gives up waiting in this run."""
+
+EXIT_LIMIT = 30.0
+"""Seconds that the end of the process waits for the last rows."""
+
+
+class Writer:
+    """Writes step tables in the background, one at a time.
+
+    Handing over a table waits until the one before it is written. In a real training that has long happened; it is
+    what bounds memory and keeps the promise that a row is on disk before the next step ends. A disk that hangs stops
+    the waiting once, for :data:`STALL_LIMIT`; from then on tables that find the writer busy are dropped and counted.
+
+    Args:
+        sink: Where steps go.
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink
+        self._tables: deque[StepTable] = deque()  # the first is being written; it leaves when it is
+        self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._progress = threading.Lock()  # released when a table is written; a plain lock bears interruption anywhere
+        self._progress.acquire()
+        self._stalled = False
+        self._thread: threading.Thread | None = None
+        self.written = 0
+        self.dropped = 0
+
+    def submit(self, table: StepTable) -> None:
+        """Hand a table over. Called on the training thread."""
+        if self._stalled and self._tables:
+            self.dropped += 1
+            return
+        self._tables.append(table)
+        self._wake_up()
+        if not self._stalled and not self._wait(STALL_LIMIT, unwritten=1):
+            self._stalled = True
+            log.say(
+                f"writing takes over {STALL_LIMIT:.0f} s a step: from now on steps are left out rather than waited for"
+            )
+
+    def drain(self, limit: float = EXIT_LIMIT) -> bool:
+        """Wait until everything handed over is written.
+
+        Returns:
+            Whether it is, within ``limit`` seconds.
+        """
+        if self._tables:
+            self._wake_up()
+        done = self._wait(limit, unwritten=0)
+        if not done:
+            log.say(f"the last rows could not be written within {limit:.0f} s", once="drain")
+        return done
+
+    def close(self) -> None:
+        """Write what is left and end the thread."""
+        self.drain()
+        self._wake.put(False)  # noqa: FBT003 - the end of the queue
+        if self._thread is not None:
+            self._thread.join(timeout=EXIT_LIMIT)
+            self._thread = None
+        self.sink.close()
+
+    def _wake_up(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="msmon-writer", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError:  # the interpreter is shutting down and starts no more threads
+                self._thread = None
+                self._write_all()
+        self._wake.put(True)  # noqa: FBT003 - go on
+
+    def _wait(self, limit: float, *, unwritten: int) -> bool:
+        deadline = time.monotonic() + limit
+        while len(self._tables) > unwritten:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return False
+            self._progress.acquire(timeout=min(remaining, 0.1))
+        return True
+
+    def _loop(self) -> None:
+        while self._wake.get():
+            self._write_all()
+
+    def _write_all(self) -> None:
+        while self._tables:
+            self._write(self._tables[0])
+            self._tables.popleft()
+            if self._progress.locked():
+                self._progress.release()
+
+    def _write(self, table: StepTable) -> None:
+        try:
+            self.sink.write(_arrived(table))
+        except OSError as error:
+            self._lose(f"a step could not be written ({error.strerror or error}), training goes on without it")
+        except Exception as error:  # noqa: BLE001 - the writer thread must outlive one bad table
+            self._lose(f"a step could not be recorded ({type(error).__name__}: {error}), training goes on")
+        else:
+            self.written += 1
+
+    def _lose(self, why: str) -> None:
+        self.dropped += 1
+        log.say(why, once=f"lost: {why}")
+
+
+def _arrived(table: StepTable) -> RecordedStep:
+    numbers = table.numbers.wait()
+    extras = dict(zip(table.extra_names, table.extras.wait().tolist(), strict=True))
+    return RecordedStep(
+        model=table.model,
+        step=table.step,
+        rows=table.rows,
+        numbers=numbers,
+        micro_steps=table.micro_steps,
+        skipped=table.skipped or extras.get("found_inf", 0.0) > 0,
+        grad_scale=extras.get("grad_scale", float("nan")),
+        complete=table.complete,
+    )

@@ -1,0 +1,191 @@
+"""CSV files: ``{kind}_{first}-{last}.csv``, a bucket of steps each, and ``steps.csv`` with a line a step.
+
+A file appears whole (written beside its place, then renamed) and grows by whole lines, each step in one write; a write
+that fails part-way is undone. So a kill costs at most the step in flight, and a full disk never tears an earlier row.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from msmon.record.table import Row
+    from msmon.sinks.base import RecordedStep
+
+STEPS_FILE = "steps.csv"
+_STEPS_HEADER = ("model", "step", "micro_steps", "skipped", "grad_scale", "complete")
+_STATISTICS = ("min", "max", "norm", "mean", "zeros", "nans")
+
+
+class CsvSink:
+    """Writes steps into one directory.
+
+    Args:
+        directory: An existing directory.
+        columns: The columns after the row's names, such as ``("norm", "shape", "dtype")``.
+        ndigits: Decimals; see :func:`format_number`.
+        steps_per_file: How many steps a file's name covers.
+    """
+
+    def __init__(self, directory: Path, columns: Sequence[str], ndigits: int, steps_per_file: int) -> None:
+        self._directory = directory
+        self._columns = tuple(columns)
+        self._statistics = [column for column in self._columns if column in _STATISTICS]
+        self._ndigits = ndigits
+        self._steps_per_file = steps_per_file
+        self._files: dict[str, _AppendedFile] = {}
+
+    def write(self, step: RecordedStep) -> None:
+        """Append a step's rows to the file of each kind.
+
+        Raises:
+            OSError: Some kind could not be written; the others are on disk, and no file ends in part of this step.
+        """
+        failure: OSError | None = None
+        first = step.step // self._steps_per_file * self._steps_per_file
+        for kind, lines in self._lines_by_kind(step).items():
+            micro = next(row for row in step.rows if row.kind == kind).micro_step is not None
+            header = ("vpp_stage", "name", "step", *(("micro_step",) if micro else ()), *self._columns)
+            path = self._directory / f"{kind}_{first}-{first + self._steps_per_file - 1}.csv"
+            try:
+                self._append(kind, path, header, lines)
+            except OSError as error:
+                failure = failure or error
+        if failure is None:
+            self._append(STEPS_FILE, self._directory / STEPS_FILE, _STEPS_HEADER, [self._step_line(step)])
+        else:
+            raise failure
+
+    def close(self) -> None:
+        """Nothing is held open between steps."""
+        self._files.clear()
+
+    def _append(self, key: str, path: Path, header: Sequence[str], lines: Iterable[Sequence[object]]) -> None:
+        file = self._files.get(key)
+        if file is None or file.wanted != path:
+            file = self._files[key] = _AppendedFile(path, header)
+        file.append(_text(lines))
+
+    def _lines_by_kind(self, step: RecordedStep) -> dict[str, list[list[object]]]:
+        lines: dict[str, list[list[object]]] = {}
+        numbers = step.numbers.tolist()
+        for order, (row, values) in enumerate(zip(step.rows, numbers, strict=True)):
+            lines.setdefault(row.kind, []).append(self._line(row, step.step, order, values))
+        return lines
+
+    def _line(self, row: Row, step: int, order: int, values: list[float]) -> list[object]:
+        described = {"shape": list(row.shape), "dtype": row.dtype, "id": order}
+        computed = dict(zip(self._statistics, values, strict=True))
+        cells: list[object] = [row.stage, row.name, step]
+        if row.micro_step is not None:
+            cells.append(row.micro_step)
+        for column in self._columns:
+            if column in described:
+                cells.append(described[column])
+            elif row.empty and column not in {"norm", "nans"}:
+                cells.append("")
+            elif column == "nans":
+                cells.append(int(computed[column]))
+            else:
+                cells.append(format_number(computed[column], self._ndigits))
+        return cells
+
+    def _step_line(self, step: RecordedStep) -> list[object]:
+        scale = "" if math.isnan(step.grad_scale) else format_number(step.grad_scale, self._ndigits)
+        return [step.model, step.step, step.micro_steps, int(step.skipped), scale, int(step.complete)]
+
+
+def format_number(value: float, ndigits: int) -> str:
+    """Round to ``ndigits`` decimals; a value that would print as 0 keeps that many significant digits instead.
+
+    ``nan``, ``inf`` and ``-inf`` are written as such.
+    """
+    rounded = round(value, ndigits) if math.isfinite(value) else value
+    if rounded == 0 and value != 0:
+        return repr(float(f"{value:.{max(ndigits - 1, 0)}e}"))
+    return repr(rounded)
+
+
+def whole_records(content: bytes) -> bytes:
+    """The content of a CSV file without a record at its end that a kill left unfinished."""
+    end = content.rfind(b"\n") + 1
+    while content.count(b'"', 0, end) % 2:  # that newline lies inside a quoted cell
+        end = content.rfind(b"\n", 0, end - 1) + 1
+    return content[:end]
+
+
+class _AppendedFile:
+    """A CSV file that only ever holds whole steps."""
+
+    def __init__(self, path: Path, header: Sequence[str]) -> None:
+        self.wanted = path
+        self._path = path
+        self._header = _text([header])
+        self._end: int | None = None
+
+    def append(self, text: bytes) -> None:
+        if self._end is None:
+            self._end = self._take_over()
+        if self._end is None:
+            self._end = self._create(self._header + text)
+            return
+        with self._path.open("r+b", buffering=0) as file:
+            file.seek(self._end)
+            try:
+                _write_all(file, text)
+            except OSError:
+                file.truncate(self._end)
+                raise
+            file.truncate()
+        self._end += len(text)
+
+    def _take_over(self) -> int | None:
+        """Go on in an existing file: the length of its whole lines; ``None`` when there is none.
+
+        A file of other columns is left alone, and this one goes beside it as ``….1.csv``, ``….2.csv``, ….
+        """
+        number = 0
+        while self._path.exists():
+            content = self._path.read_bytes()
+            if content.startswith(self._header):
+                return len(whole_records(content))
+            number += 1
+            self._path = self.wanted.with_suffix(f".{number}.csv")
+        return None
+
+    def _create(self, content: bytes) -> int:
+        beside = self._path.with_name(f".{self._path.name}.tmp")
+        try:
+            with beside.open("wb", buffering=0) as file:
+                _write_all(file, content)
+            beside.replace(self._path)
+        except OSError:
+            beside.unlink(missing_ok=True)
+            raise
+        return len(content)
+
+
+def _write_all(file: io.FileIO, content: bytes) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[file.write(view) :]
+
+
+def _text(lines: Iterable[Sequence[object]]) -> bytes:
+    rows = list(lines)
+    text = _joined(rows, csv.QUOTE_MINIMAL)
+    if "\r" in text:  # before Python 3.13 a carriage return alone is not quoted
+        text = _joined(rows, csv.QUOTE_ALL)
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _joined(rows: list[Sequence[object]], quoting: Literal[0, 1]) -> str:
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n", quoting=quoting).writerows(rows)
+    return buffer.getvalue()
