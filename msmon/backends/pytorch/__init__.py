@@ -1,0 +1,1 @@
+"""PyTorch: taps, kernels, adapters and the session that holds them together."""

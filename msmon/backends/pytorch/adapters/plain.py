@@ -1,0 +1,68 @@
+"""Plain PyTorch, and what leaves parameters, gradients and state where plain PyTorch has them: DDP, compiled models.
+
+DDP copies a gradient into its bucket, or reduces it in place, in a hook on the accumulation node. A post-accumulate
+hook of the parameter runs before that, so it reads the local gradient, with bucket views and overlapping too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from msmon.backends.pytorch.naming import walk_parameters, wrappers_around
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+    from torch.nn import Module, Parameter
+    from torch.optim import Optimizer
+
+    from msmon.backends.base import NamedParameter
+
+_COUNTER = "step"
+"""A state entry that counts; it is no state to watch."""
+
+
+class PlainAdapter:
+    """See :class:`msmon.backends.base.Adapter`.
+
+    Args:
+        main_grad: Read ``main_grad`` where a parameter has one.
+    """
+
+    name = "plain"
+
+    def __init__(self, *, main_grad: bool = True) -> None:
+        self._main_grad = main_grad
+
+    def applies(self, models: Sequence[Module], optimizers: Sequence[Optimizer]) -> str:
+        """Always."""
+        del models, optimizers
+        return ""
+
+    def parameters(self, root: Module) -> Iterator[NamedParameter[Parameter]]:
+        """See :meth:`msmon.backends.base.Adapter.parameters`."""
+        yield from walk_parameters(root)
+
+    def unreduced_gradient(self, parameter: Tensor) -> Tensor | None:
+        """``parameter.grad``: after this backward pass, before any communication."""
+        return parameter.grad
+
+    def reduced_gradient(self, parameter: Tensor) -> Tensor | None:
+        """``parameter.main_grad`` where a framework has set one, else ``parameter.grad``."""
+        main_grad = getattr(parameter, "main_grad", None) if self._main_grad else None
+        return main_grad if isinstance(main_grad, torch.Tensor) else parameter.grad
+
+    def state(self, optimizer: Optimizer, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor in ``optimizer.state[parameter]`` but the step counter. Looking creates no entry."""
+        entries = optimizer.state.get(parameter)
+        if entries is not None and hasattr(entries, "items"):
+            for key, value in entries.items():
+                if isinstance(value, torch.Tensor) and key != _COUNTER:
+                    yield str(key), value
+
+    def describe(self, root: Module) -> dict[str, Any]:
+        """The classes of the wrappers around the user's model, outermost first."""
+        return {"wrappers": wrappers_around(root)}

@@ -1,0 +1,180 @@
+"""What ``msmon run`` does inside a training process: finds the models and optimizers, and watches them.
+
+The models an optimizer trains are looked up when it is constructed, so that a wrapper made later does not change their
+names; they are watched when training shows itself, at the first backward pass or step. By then every model and
+optimizer of the usual script exists, so that it is known whether names need a model's label.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from msmon import log
+from msmon.backends.pytorch.naming import innermost
+from msmon.backends.pytorch.roots import find_roots, optimizer_parameters
+from msmon.backends.pytorch.session import Session
+from msmon.bootstrap import discovery
+from msmon.plan.names import unique_label
+from msmon.runtime.guard import Guard
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from msmon.backends.pytorch.watch import Watch
+    from msmon.bootstrap.settings import Settings
+
+MODEL_LIMIT = 256
+"""Models watched in one process; a script that makes a copy of its model for every task (MAML) would have thousands."""
+
+
+@dataclass
+class _Waiting:
+    """An optimizer that is not watched yet, with the models found when it was constructed."""
+
+    optimizer: weakref.ref[Optimizer]
+    roots: list[weakref.ref[Module]]
+
+
+class InjectedMonitor:
+    """Watches everything that trains in this process.
+
+    Args:
+        settings: What ``msmon run`` was asked for.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._waiting: list[_Waiting] = []
+        self._labels: list[str] = []
+        self._guard = Guard("looking for models")
+        self._grad_acc_steps = settings.grad_acc_steps
+        self.session = Session(
+            settings.config(), settings.output_root, injected=settings.for_report(), on_training=self.watch_waiting
+        )
+
+    def optimizer_constructed(self, optimizer: Optimizer) -> None:
+        """Remember an optimizer with the models that own its parameters now."""
+        self._guard.run(self._remember, optimizer)
+
+    def _remember(self, optimizer: Optimizer) -> None:
+        roots, _ = find_roots(optimizer_parameters(optimizer))
+        self._waiting.append(_Waiting(weakref.ref(optimizer), [weakref.ref(innermost(root)) for root in roots]))
+
+    def watch_waiting(self, stepping: Optimizer | None = None) -> None:
+        """Watch what was constructed since the last call.
+
+        Args:
+            stepping: An optimizer about to step, which may have come to life unseen.
+        """
+        if stepping is not None and not any(waiting.optimizer() is stepping for waiting in self._waiting):
+            self._waiting.append(_Waiting(weakref.ref(stepping), []))
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, []
+        components = _components(waiting)
+        first = not self._labels
+        several = not first or sum(bool(component.roots) for component in components) > 1
+        for component in components:
+            self._watch(component, several=several)
+
+    def _watch(self, component: _Component, *, several: bool) -> None:
+        existing = self._existing(component)
+        if existing is not None:
+            for optimizer in component.optimizers:
+                existing.add_optimizer(optimizer)
+            return
+        if len(self._labels) >= MODEL_LIMIT:
+            log.say(f"more than {MODEL_LIMIT} models in this process: the rest is not watched", once="models")
+            return
+        labels = []
+        for root in component.roots:
+            labels.append(unique_label(type(root).__name__, self._labels))
+            self._labels.append(labels[-1])
+        prefixed = several or len(labels) > 1
+        self.session.watch(
+            component.roots,
+            component.optimizers,
+            label="+".join(labels) if several else "",
+            prefixes=[f"{label}." if prefixed else "" for label in labels],
+            grad_acc_steps=self._grad_acc_steps,
+        )
+
+    def _existing(self, component: _Component) -> Watch | None:
+        """The watch that already has a model of this component, or, for bare tensors, the tensors."""
+        for watch in self.session.watches:
+            known = [root() for root in watch.roots]
+            if any(root is other for root in component.roots for other in known):
+                return watch
+            if not component.roots and any(id(tensor) in watch.inventory.by_id for tensor in component.tensors):
+                return watch
+        return None
+
+
+@dataclass
+class _Component:
+    """Models and optimizers that belong together, because an optimizer trains several models, or several train one."""
+
+    roots: list[Module]
+    optimizers: list[Optimizer]
+    tensors: list[Tensor]
+
+
+def _components(waiting: list[_Waiting]) -> list[_Component]:
+    components: list[_Component] = []
+    for entry in waiting:
+        optimizer = entry.optimizer()
+        if optimizer is None:
+            continue
+        tensors = optimizer_parameters(optimizer)
+        roots = _still_right(entry, tensors)
+        merged = _Component(roots, [optimizer], tensors)
+        for other in list(components):
+            shares_root = any(root is theirs for root in merged.roots for theirs in other.roots)
+            shares_tensor = not {id(t) for t in merged.tensors}.isdisjoint(id(t) for t in other.tensors)
+            if shares_root or shares_tensor:
+                components.remove(other)
+                merged = _Component(
+                    [*other.roots, *(root for root in merged.roots if not any(root is r for r in other.roots))],
+                    [*other.optimizers, *merged.optimizers],
+                    [*other.tensors, *merged.tensors],
+                )
+        components.append(merged)
+    return components
+
+
+def _still_right(entry: _Waiting, tensors: list[Tensor]) -> list[Module]:
+    """The models found at construction if they still hold all of the optimizer's parameters, else those that do now.
+
+    Parameters are replaced in between when a model is sharded, for instance.
+    """
+    roots = [root for reference in entry.roots if (root := reference()) is not None]
+    if roots and len(roots) == len(entry.roots):
+        held = {id(parameter) for root in roots for parameter in root.parameters()}
+        if held.issuperset(id(tensor) for tensor in tensors):
+            return roots
+    found: list[Module] = []
+    for root in find_roots(tensors)[0]:
+        inner = innermost(root)
+        if not any(inner is other for other in found):
+            found.append(inner)
+    return found
+
+
+_monitor: InjectedMonitor | None = None
+
+
+def start(settings: Settings) -> None:
+    """Watch this process from its first optimizer on. Called once, when that optimizer is constructed."""
+    global _monitor  # noqa: PLW0603 - one a process
+    if _monitor is not None:
+        return
+    _monitor = InjectedMonitor(settings)
+    discovery.on_optimizer.append(_monitor.optimizer_constructed)
+
+
+def recorded() -> bool:
+    """Whether this process has recorded, or will record, any training step."""
+    return _monitor is not None and _monitor.session.place is not None

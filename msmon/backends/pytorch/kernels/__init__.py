@@ -1,0 +1,1 @@
+"""Implementations of the kernel seam (:class:`msmon.backends.base.Kernel`)."""

@@ -1,0 +1,178 @@
+"""The kernel for tensors in host memory: NumPy over pieces that stay in the cache.
+
+The elements are where the processor can read them, so results are plain numbers at once: no tensor a number, and NaN are
+counted only where the sum of squares says that there are some. Names carry their shapes: ``_N`` the elements of a piece.
+"""
+# ruff: noqa: N803, N806, PLR0124 - the suffixes; only NaN differs from itself
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from msmon.backends.base import UnsupportedTensorError
+from msmon.backends.pytorch.kernels.layouts import dense_values, flat_pieces, magnitude
+from msmon.stats.definitions import Statistic
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+PIECE = 1 << 15
+"""Elements of a piece. It stays in the second-level cache, and torch does not wake its thread pool for so few."""
+
+_UNTHREADED = 1 << 13
+"""Elements that a BLAS multiplies without waking its threads, which would fight with those of torch."""
+
+_SAFE_SQUARES = (1e-280, 1e300)
+"""Between these a sum of squares in float64 has neither lost nor overflowed anything."""
+
+_AS_FLOAT32 = frozenset(
+    dtype
+    for name in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+    if (dtype := getattr(torch, name, None)) is not None
+)
+"""Dtypes that float32 holds exactly, and NumPy does not know or reads slowly."""
+
+
+class HostKernel:
+    """See :class:`msmon.backends.base.Kernel`. Tensors must be in host memory."""
+
+    @torch.no_grad()
+    def reduce(
+        self, tensors: Sequence[Tensor], statistics: Sequence[Statistic], eps: float, *, divisor: Tensor | None = None
+    ) -> Tensor:
+        """See :meth:`msmon.backends.base.Kernel.reduce`."""
+        scale = 1.0 if divisor is None else float(divisor.numpy(force=True).reshape(()))
+        numbers = np.empty((len(tensors), len(statistics)))
+        with np.errstate(all="ignore"):
+            for line, tensor in zip(numbers, tensors, strict=True):
+                line[:] = _Totals(statistics, eps * scale).of(tensor).results(scale)
+        return torch.from_numpy(numbers)
+
+
+class _Totals:
+    """What the pieces of one tensor add up to.
+
+    Args:
+        statistics: Which are asked for; only what they need is computed.
+        eps: Threshold of ``zeros``.
+    """
+
+    def __init__(self, statistics: Sequence[Statistic], eps: float) -> None:
+        self._statistics = statistics
+        self._eps = eps
+        self._wanted = frozenset(statistics)
+        self._squares = Statistic.NORM in self._wanted or Statistic.NANS in self._wanted
+        self.count = 0
+        self.low, self.high = math.inf, -math.inf
+        self.sum = self.zeros = self.nans = 0.0
+        self.norms: list[float] = []
+
+    def of(self, tensor: Tensor) -> _Totals:
+        """Read a tensor."""
+        values, hidden_zeros = dense_values(tensor)
+        for part_N in flat_pieces(values, PIECE):
+            self._add(_as_array(part_N))
+        self.count = values.numel() + hidden_zeros
+        if hidden_zeros:
+            self.zeros += hidden_zeros
+            self.low, self.high = _least(self.low, 0.0), _most(self.high, 0.0)
+        return self
+
+    def _add(self, part_N: NDArray[Any]) -> None:
+        wanted = self._wanted
+        if Statistic.MIN in wanted:
+            self.low = _least(self.low, float(part_N.min()))
+        if Statistic.MAX in wanted:
+            self.high = _most(self.high, float(part_N.max()))
+        if Statistic.ZEROS in wanted:
+            self.zeros += int(np.count_nonzero(np.abs(part_N) < _threshold(self._eps, part_N.dtype)))
+        if self._squares or Statistic.MEAN in wanted:
+            wide_N = part_N.astype(np.float64, copy=False)
+            if Statistic.MEAN in wanted:
+                self.sum += float(wide_N.sum())
+            if self._squares:
+                self._add_squares(wide_N)
+
+    def _add_squares(self, wide_N: NDArray[np.float64]) -> None:
+        squares = _sum_of_squares(wide_N)
+        if math.isnan(squares):
+            self.nans += int(np.count_nonzero(np.isnan(wide_N)))
+        if _SAFE_SQUARES[0] < squares < _SAFE_SQUARES[1]:
+            self.norms.append(math.sqrt(squares))
+            return
+        largest = float(np.abs(wide_N).max())
+        if largest == 0 or not math.isfinite(largest):
+            self.norms.append(largest)
+            return
+        self.norms.append(largest * math.sqrt(_sum_of_squares(wide_N / largest)))
+
+    def results(self, scale: float) -> list[float]:
+        """The statistics in the order asked for, of the tensor divided by ``scale``."""
+        empty = self.count == 0
+        count = self.count or math.nan
+        found = {
+            Statistic.MIN: math.nan if empty else self.low / scale,
+            Statistic.MAX: math.nan if empty else self.high / scale,
+            Statistic.NORM: _hypotenuse(self.norms) / scale,
+            Statistic.MEAN: self.sum / count / scale,
+            Statistic.ZEROS: self.zeros / count,
+            Statistic.NANS: self.nans,
+        }
+        return [found[statistic] for statistic in self._statistics]
+
+
+def _as_array(part_N: Tensor) -> NDArray[Any]:
+    """A piece as floating-point numbers that hold each element exactly; of complex elements the magnitude.
+
+    Raises:
+        UnsupportedTensorError: The dtype is no number, or torch cannot convert it.
+    """
+    try:
+        if part_N.is_complex():
+            part_N = magnitude(part_N, torch.float64)
+        elif part_N.dtype in _AS_FLOAT32:
+            part_N = part_N.float()
+        elif not part_N.is_floating_point():
+            part_N = part_N.double()
+        array: NDArray[Any] = part_N.resolve_neg().numpy()
+    except (NotImplementedError, TypeError) as error:
+        raise UnsupportedTensorError(f"{part_N.dtype} cannot be read as numbers") from error
+    return array
+
+
+def _sum_of_squares(wide_N: NDArray[np.float64]) -> float:
+    return sum(
+        float(np.dot(part_N, part_N))
+        for start in range(0, wide_N.size, _UNTHREADED)
+        for part_N in (wide_N[start : start + _UNTHREADED],)
+    )
+
+
+def _threshold(eps: float, dtype: np.dtype[Any]) -> Any:  # noqa: ANN401 - a number of that dtype
+    """The smallest number of a dtype that is not below ``eps``: comparing with it is comparing with ``eps`` exactly."""
+    if dtype.kind != "f" or dtype.itemsize == np.dtype(np.float64).itemsize:
+        return eps
+    rounded = dtype.type(eps)
+    return rounded if float(rounded) >= eps else np.nextafter(rounded, dtype.type(np.inf))
+
+
+def _least(first: float, second: float) -> float:
+    return math.nan if first != first or second != second else min(first, second)
+
+
+def _most(first: float, second: float) -> float:
+    return math.nan if first != first or second != second else max(first, second)
+
+
+def _hypotenuse(norms: list[float]) -> float:
+    """The norm of a tensor from those of its pieces; inf beside NaN is NaN, as it is within a piece."""
+    if any(norm != norm for norm in norms):
+        return math.nan
+    return norms[0] if len(norms) == 1 else math.hypot(*norms)

@@ -1,0 +1,73 @@
+"""Any tensor as a few flat dense pieces that together hold each of its elements once.
+
+Statistics do not depend on the order of elements, so a transposed tensor is read as it lies in memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from msmon.backends.base import UnsupportedTensorError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+_SPARSE_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def dense_values(tensor: Tensor) -> tuple[Tensor, int]:
+    """The explicitly stored elements of a tensor, and how many further elements are zero because they are not stored.
+
+    Raises:
+        UnsupportedTensorError: The tensor has no data (meta, fake).
+    """
+    if tensor.is_meta or hasattr(tensor, "fake_mode"):
+        raise UnsupportedTensorError("a meta or fake tensor has no elements")
+    tensor = tensor.detach()
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    elif tensor.is_mkldnn:
+        tensor = tensor.to_dense()
+    elif tensor.layout is torch.jagged or tensor.is_nested:
+        parts = [part.reshape(-1) for part in tensor.unbind()]
+        tensor = torch.cat(parts) if parts else torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    if tensor.layout is torch.strided:
+        return tensor, 0
+    size = tensor.numel()
+    if tensor.layout is torch.sparse_coo:
+        values = tensor.coalesce().values()
+    elif tensor.layout in _SPARSE_COMPRESSED:
+        values = tensor.values()
+    else:
+        raise UnsupportedTensorError(f"unknown layout {tensor.layout}")
+    return values, size - values.numel()
+
+
+def flat_pieces(tensor: Tensor, limit: int) -> Iterator[Tensor]:
+    """Split a dense tensor into 1-d pieces of at most ``limit`` elements, copying no more than a piece at a time."""
+    if tensor.numel() == 0:
+        return
+    if tensor.dim() > 1 and not tensor.is_contiguous():
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    if tensor.is_contiguous():
+        flat = tensor.view(-1)
+        if flat.numel() <= limit:
+            yield flat
+        else:
+            yield from torch.split(flat, limit)
+    elif tensor.numel() <= limit:
+        yield tensor.reshape(-1)
+    else:
+        rows = max(1, limit // (tensor.numel() // tensor.shape[0]))
+        for part in torch.split(tensor, rows):
+            yield from flat_pieces(part if part.shape[0] > 1 else part[0], limit)
+
+
+def magnitude(part: Tensor, wide: torch.dtype) -> Tensor:
+    """The absolute values of complex numbers; NaN when either part is, even beside an infinity."""
+    real, imaginary = part.real.to(wide), part.imag.to(wide)
+    return torch.where(real.isnan() | imaginary.isnan(), torch.nan, torch.hypot(real, imaginary))

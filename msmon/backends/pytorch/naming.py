@@ -1,0 +1,94 @@
+"""Names of parameters as the user's own model has them, whatever wraps it.
+
+A wrapper is known by its class (by name along the method resolution order, so that no framework is imported) and gives
+its child no name of its own: a user's attribute that happens to be called ``module`` keeps its part of the name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msmon.backends.base import NamedParameter
+from msmon.bootstrap import discovery
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.nn import Module, Parameter
+
+_WRAPPERS = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "OffloadWrapper": "_checkpoint_wrapped_module",
+    "_FabricModule": "_original_module",
+    "AveragedModel": "module",
+}
+
+
+def wrapped_attribute(module: Module) -> str:
+    """The attribute under which a wrapper keeps what it wraps; empty for a module that is no wrapper."""
+    for cls in type(module).__mro__:
+        attribute = _WRAPPERS.get(cls.__name__, "")
+        if attribute and attribute in module.__dict__.get("_modules", {}):
+            return attribute
+    return ""
+
+
+def unwrap(module: Module) -> Module | None:
+    """What a wrapper wraps, ``None`` for a module that is no wrapper."""
+    attribute = wrapped_attribute(module)
+    return module.__dict__["_modules"][attribute] if attribute else None
+
+
+def innermost(module: Module) -> Module:
+    """The user's own model inside any number of wrappers."""
+    while (inner := unwrap(module)) is not None:
+        module = inner
+    return module
+
+
+def walk_parameters(root: Module) -> Iterator[NamedParameter[Parameter]]:
+    """Every parameter under every name it has, in the order of ``named_parameters(remove_duplicate=False)``."""
+    for module, name, raw_name in _walk(root, "", "", frozenset()):
+        for key, parameter in module.__dict__["_parameters"].items():
+            if parameter is not None:
+                yield NamedParameter(name + key, raw_name + key, parameter)
+
+
+def _walk(module: Module, name: str, raw_name: str, above: frozenset[int]) -> Iterator[tuple[Module, str, str]]:
+    """Modules with the prefixes of their parameters' names; a module that contains itself is not entered again."""
+    if id(module) in above:
+        return
+    attribute = wrapped_attribute(module)
+    yield module, name, raw_name
+    for key, child in module.__dict__["_modules"].items():
+        if child is not None:
+            own_name = name if key == attribute else f"{name}{key}."
+            yield from _walk(child, own_name, f"{raw_name}{key}.", above | {id(module)})
+
+
+def wrappers_around(module: Module) -> list[str]:
+    """Classes of the wrappers inside a module and of those put around it, outermost first."""
+    inside = []
+    inner: Module | None = module
+    while inner is not None and (below := unwrap(inner)) is not None:
+        inside.append(type(inner).__name__)
+        inner = below
+    outside: list[str] = []
+    current: Module | None = module
+    while current is not None:
+        wrapped = current
+        current = next(
+            (
+                m
+                for reference in list(discovery.modules.values())
+                if (m := reference()) is not None and unwrap(m) is wrapped
+            ),
+            None,
+        )
+        if current is not None:
+            outside.insert(0, type(current).__name__)
+    return [*outside, *inside]

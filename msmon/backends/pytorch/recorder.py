@@ -1,0 +1,103 @@
+"""Collects one training step: rows described on the host, numbers left on their device."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+from msmon.backends.pytorch.devices import Arriving, accumulation_dtype
+from msmon.record.table import Row, StepTable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+
+def describe(kind: str, name: str, stage: int, tensor: Tensor, micro_step: int | None = None) -> Row:
+    """The row of a tensor, without its numbers."""
+    shape = () if tensor.is_nested else tuple(tensor.shape)  # a nested tensor has no one size
+    return Row(kind, name, stage, micro_step, shape, str(tensor.dtype))
+
+
+class StepRecorder:
+    """Rows and numbers of the step under way.
+
+    Args:
+        width: Number of statistics a row has.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._rows: list[Row] = []
+        self._parts: list[Tensor] = []
+        self._extras: dict[str, Tensor] = {}
+        self.skipped = False
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, rows: Iterable[Row], numbers: Sequence[Tensor]) -> None:
+        """Add rows.
+
+        Args:
+            rows: What each line of ``numbers`` is about.
+            numbers: Tensors of ``[n, n_statistics]`` that together have as many lines as there are rows.
+        """
+        self._rows.extend(rows)
+        self._parts.extend(numbers)
+
+    def note(self, name: str, value: Tensor) -> None:
+        """Add a 0-d tensor about the step itself, such as the loss scale. It is copied on its device."""
+        dtype = accumulation_dtype(value.device)
+        self._extras[name] = value.detach().reshape(1).to(dtype, copy=True)
+
+    def finish(self, model: str, step: int, micro_steps: int | None, *, complete: bool = True) -> StepTable:
+        """Start the one packed copy to the host, and hand everything over."""
+        size = len(self._rows) * self._width
+        packed = _Packed([*(part.reshape(-1) for part in self._parts), *self._extras.values()])
+        return StepTable(
+            model=model,
+            step=step,
+            rows=self._rows,
+            numbers=_Part(packed, slice(None, size), (len(self._rows), self._width)),
+            extras=_Part(packed, slice(size, None), (len(self._extras),)),
+            extra_names=list(self._extras),
+            micro_steps=micro_steps,
+            skipped=self.skipped,
+            complete=complete,
+        )
+
+
+class _Packed:
+    """All numbers of a step in one copy."""
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self._arriving = Arriving(parts, 0)
+
+    @functools.cached_property
+    def numbers(self) -> NDArray[np.float64]:
+        """Blocks until they are here; asked for on the writer thread only."""
+        return self._arriving.wait()
+
+
+class _Part(NamedTuple):
+    """See :class:`msmon.record.table.PendingNumbers`."""
+
+    packed: _Packed
+    place: slice
+    shape: tuple[int, ...]
+
+    def wait(self) -> NDArray[np.float64]:
+        return self.packed.numbers[self.place].reshape(self.shape)
+
+
+def parts_by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
+    """Positions of tensors by device, since a kernel reduces the tensors of one device at a time."""
+    positions: dict[torch.device, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        positions.setdefault(tensor.device, []).append(position)
+    return positions

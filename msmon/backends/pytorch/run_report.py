@@ -1,0 +1,70 @@
+"""The content of ``run.json``: what was recorded, of what, with which versions, by which rank."""
+
+from __future__ import annotations
+
+import platform
+import socket
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from msmon import __version__
+from msmon.runtime.run_directory import utc_now
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from msmon.backends.pytorch.watch import Watch
+    from msmon.config.schema import MonitorConfig
+    from msmon.runtime.process import Place
+
+SCHEMA_VERSION = 1
+_started = utc_now()
+
+
+def run_report(
+    config: MonitorConfig, place: Place, models: Sequence[dict[str, Any]], injected: dict[str, Any]
+) -> dict[str, Any]:
+    """Everything about a run that is not a row."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "started": _started,
+        "rank": place.rank,
+        "world_size": place.world_size,
+        "host": socket.gethostname(),
+        "command": sys.orig_argv,
+        "msmon": injected,
+        "versions": {
+            "msmon": __version__,
+            "python": platform.python_version(),
+            "framework": "torch",
+            "torch": torch.__version__,
+        },
+        "config": config.model_dump(mode="json"),
+        "models": list(models),
+    }
+
+
+def describe_model(watch: Watch) -> dict[str, Any]:
+    """One watched model, with every parameter."""
+    roots = [root for reference in watch.roots if (root := reference()) is not None]
+    return {
+        "label": watch.label,
+        "classes": [type(root).__name__ for root in roots],
+        "adapter": watch.adapter.name,
+        **(watch.adapter.describe(roots[0]) if roots else {}),
+        "optimizers": [type(optimizer).__name__ for optimizer in watch.optimizers],
+        "first_step": watch.first_step,
+        "parameters": [
+            {
+                "name": watched.name,
+                "shape": list(watched.parameter.shape),
+                "dtype": str(watched.parameter.dtype),
+                "trainable": watched.parameter.requires_grad,
+                "watched": watched.selected,
+                **({"aliases": watched.aliases} if watched.aliases else {}),
+            }
+            for watched in watch.inventory.by_id.values()
+        ],
+    }

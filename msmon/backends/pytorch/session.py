@@ -1,0 +1,456 @@
+"""One attach period: which models are watched, what happens to them, where it is written.
+
+A session opens nothing before training shows itself: the first backward pass of a watched model installs the end-of-
+process handling, the first training step makes the directory and starts the writer. So launchers, data loader workers
+and processes that only construct a model leave no trace.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import shlex
+import sys
+import threading
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from msmon import env, log
+from msmon.backends.pytorch import events
+from msmon.backends.pytorch.adapters import choose_adapter
+from msmon.backends.pytorch.kernels.choose import choose_kernel
+from msmon.backends.pytorch.place import current_place, shared_run_id
+from msmon.backends.pytorch.run_report import describe_model, run_report
+from msmon.backends.pytorch.watch import Watch
+from msmon.backends.pytorch.watched import Naming
+from msmon.plan.selection import Selection
+from msmon.runtime.guard import Guard
+from msmon.runtime.run_directory import make_run_directory, write_run_file
+from msmon.runtime.termination import Termination
+from msmon.runtime.writer import Writer
+from msmon.sinks.csv import CsvSink
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from msmon.backends.pytorch.events import Arguments
+    from msmon.config.schema import MonitorConfig
+    from msmon.record.table import StepTable
+    from msmon.runtime.process import Place
+
+_numbers = itertools.count()
+_STEP_CODE = frozenset(
+    constant
+    for constant in torch.optim.Optimizer.profile_hook_step.__code__.co_consts
+    if isinstance(constant, CodeType)
+)
+"""The code object of torch's wrapper around every ``step``."""
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+@dataclass
+class _Output:
+    """Where a session writes, once it does."""
+
+    directory: Path
+    config: MonitorConfig
+    writer: Writer
+
+    @classmethod
+    def into(cls, directory: Path, config: MonitorConfig) -> _Output:
+        return cls(directory, config, Writer(_make_sink(directory, config)))
+
+    def submit(self, table: StepTable, config: MonitorConfig) -> None:
+        if config is not self.config:
+            self.config = config
+            self.writer.drain()
+            self.writer.sink = _make_sink(self.directory, config)
+        self.writer.submit(table)
+
+
+def _make_sink(directory: Path, config: MonitorConfig) -> CsvSink:
+    return CsvSink(directory, config.columns, config.ndigits, config.step_count_per_record)
+
+
+class Session:
+    """Watches models and writes what it sees.
+
+    Args:
+        config: What to record.
+        output_root: Where run directories go.
+        injected: The settings of ``msmon run`` when it started this process, for ``run.json``.
+        on_training: Called when a backward pass begins and, with the optimizer, when one steps that is not watched:
+            may add models.
+    """
+
+    def __init__(
+        self,
+        config: MonitorConfig,
+        output_root: str | None = None,
+        *,
+        injected: dict[str, Any] | None = None,
+        on_training: Callable[[Optimizer | None], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.watches: list[Watch] = []
+        self.place: Place | None = None
+        self._kernel = choose_kernel()
+        self.guard = Guard("monitoring")
+        self.output: _Output | None = None
+        self.steps_seen = 0
+        self.steps_collected = 0
+        self._models: list[dict[str, Any]] = []
+        self._late: list[tuple[StepTable, MonitorConfig]] = []
+        self._output_root = Path(output_root or env.output_root())
+        self._injected = injected or {}
+        self._on_training = on_training
+        self._termination: Termination | None = None
+        self._number = next(_numbers)
+        self._under_way: dict[int, list[tuple[Optimizer, Watch | None]]] = {}
+        self._scales: dict[int, Tensor | None] = {}
+        self._unwritable = False
+        _sessions.add(self)
+        events.subscribe(self)
+
+    # What is watched
+
+    def watch(
+        self,
+        models: Sequence[Module],
+        optimizers: Sequence[Optimizer],
+        *,
+        label: str = "",
+        prefixes: Sequence[str] = (),
+        raw_names: bool = False,
+        first_step: int = 0,
+        grad_acc_steps: int | None = None,
+        main_grad: bool = True,
+    ) -> Watch:
+        """Watch a model (or the chunks of one) with the optimizers that train it.
+
+        Args:
+            models: The model, its chunks, or several models that one optimizer trains.
+            optimizers: What trains them.
+            label: The model's name in ``steps.csv``.
+            prefixes: Put before the names of each model's parameters.
+            raw_names: Names with the prefixes of wrappers, each model being a chunk with its own ``vpp_stage``.
+            first_step: Number of the first training step.
+            grad_acc_steps: Micro-batches a step; ``None`` counts backward passes.
+            main_grad: Read ``main_grad`` where a parameter has one.
+        """
+        watch = Watch(
+            self.config,
+            self._kernel,
+            choose_adapter(models, optimizers, main_grad=main_grad),
+            self._emit,
+            label=label,
+            first_step=first_step,
+            grad_acc_steps=grad_acc_steps,
+        )
+        for number, model in enumerate(models):
+            prefix = prefixes[number] if prefixes else ""
+            watch.add_root(model, Naming(prefix, number if raw_names else 0, raw_names, self.config.squash_name))
+        for optimizer in optimizers:
+            watch.add_optimizer(optimizer)
+        for owner in models or optimizers:
+            weakref.finalize(owner, self._drop_dead).atexit = False
+        self.watches.append(watch)
+        self._describe_run()
+        return watch
+
+    def reconfigure(self, config: MonitorConfig) -> None:
+        """Go on with other ``ops`` from each model's next training step on, in the same directory."""
+        self.config = config
+        for watch in self.watches:
+            watch.reconfigure(config)
+
+    def find(self, optimizer: Optimizer) -> Watch | None:
+        """The watched model that an optimizer trains."""
+        return next((watch for watch in self.watches if watch.owns(optimizer)), None)
+
+    def _drop_dead(self) -> None:
+        """A module is gone; models that are gone altogether let go of their parameters.
+
+        The garbage collector may call this on any thread, the writer's included: a last table waits for the next one.
+        """
+        for watch in [watch for watch in self.watches if not watch.alive]:
+            watch.emit = lambda *table: self._late.append(table)
+            watch.cut_short()
+            watch.detach()
+            self.watches.remove(watch)
+
+    # What happens (events.Listener)
+
+    def backward_begins(self) -> None:
+        """See :class:`msmon.backends.pytorch.events.Listener`."""
+        self.guard.run(self._backward_begins)
+
+    def _backward_begins(self) -> None:
+        self._leave_abandoned_steps()
+        if self._on_training is not None:
+            self._on_training(None)
+        if self.watches and self.place is None:
+            self._arrive()
+        for watch in self.watches:
+            watch.backward_begins()
+
+    def gradients_zeroed(self, optimizer: Optimizer) -> None:
+        """See :class:`msmon.backends.pytorch.events.Listener`."""
+        watch = self.find(optimizer)
+        if watch is not None:
+            self.guard.run(watch.gradients_zeroed, optimizer)
+
+    def step_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """See :class:`msmon.backends.pytorch.events.Listener`."""
+        return self.guard.run(self._step_begins, optimizer, args, kwargs)
+
+    def _step_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        self._leave_abandoned_steps(starting=optimizer)
+        watch = self.find(optimizer)
+        if watch is None and self._on_training is not None:
+            self._on_training(optimizer)
+            watch = self.find(optimizer)
+        if watch is None:
+            return None
+        if any(outer is watch for _, outer in self._stepping):
+            self._stepping.append((optimizer, None))  # inside another step of the same model: the outer one counts
+            return None
+        if self.place is None:
+            self._arrive()
+        inner = [other for other in watch.optimizers if other is not optimizer]
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        watch.step_begins(optimizer, inner, backward_done=not callable(closure))
+        self._stepping.append((optimizer, watch))
+        take = functools.partial(self._take_gradients, optimizer, watch)
+        if not callable(closure):
+            take()
+            return None
+        observed = _Observed(closure, functools.partial(self.guard.run, take))
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": observed}
+        return (args[0], observed, *args[2:]), kwargs
+
+    def _take_gradients(self, optimizer: Optimizer, watch: Watch) -> None:
+        watch.take_gradients(optimizer, self._scales.pop(id(optimizer), None))
+
+    def step_ends(self, optimizer: Optimizer) -> None:
+        """See :class:`msmon.backends.pytorch.events.Listener`."""
+        if self._stepping and self._stepping[-1][0] is optimizer:
+            _, watch = self._stepping.pop()
+            if watch is not None:
+                self._scales.pop(id(optimizer), None)
+                self.guard.run(self._step_ends, watch, optimizer)
+
+    def _step_ends(self, watch: Watch, optimizer: Optimizer, *, skipped: bool = False) -> None:
+        self.open()
+        before = watch.rounds.step
+        watch.step_ends(optimizer, skipped=skipped)
+        self.steps_seen += watch.rounds.step - before
+
+    def scaler_steps(self, optimizer: Optimizer, scale: Tensor | None) -> Callable[[], None]:
+        """See :class:`msmon.backends.pytorch.events.Listener`."""
+        watch = self.find(optimizer)
+        collecting = watch is not None and watch.collecting
+        self._scales[id(optimizer)] = scale.clone() if scale is not None and collecting else None
+        return functools.partial(self.guard.run, self._scaler_stepped, optimizer)
+
+    def _scaler_stepped(self, optimizer: Optimizer) -> None:
+        if id(optimizer) not in self._scales:
+            return  # it stepped
+        watch = self.find(optimizer)
+        if watch is None:
+            del self._scales[id(optimizer)]
+            return
+        watch.step_begins(optimizer, [], backward_done=True)
+        self._take_gradients(optimizer, watch)
+        self._step_ends(watch, optimizer, skipped=True)
+
+    @property
+    def _stepping(self) -> list[tuple[Optimizer, Watch | None]]:
+        """Steps under way on this thread, outermost first; inside another of the same model without that model."""
+        return self._under_way.setdefault(threading.get_ident(), [])
+
+    def _leave_abandoned_steps(self, starting: Optimizer | None = None) -> None:
+        """Steps that an exception has left: they are under way no longer, though nobody told us that they ended."""
+        while self._stepping:
+            optimizer, watch = self._stepping[-1]
+            under_way = _steps_under_way(optimizer) - (optimizer is starting)
+            if under_way >= sum(other is optimizer for other, _ in self._stepping):
+                return
+            self._stepping.pop()
+            if watch is not None:
+                watch.abandon()
+
+    # Output
+
+    def _arrive(self) -> None:
+        """Training has begun: see who we are, and make sure that the end of the process loses nothing."""
+        self.place = current_place()
+        log.set_rank(*self.place)
+        if self.config.module_ranks and self.place.rank not in self.config.module_ranks:
+            self._leave()
+            return
+        self._termination = Termination(self.finish)
+        self._warn_about_targets()
+
+    def open(self) -> None:
+        """Make the directory and start the writer, once. A place that cannot be written is said once."""
+        if self.output is not None or self._unwritable or self.place is None:
+            return
+        try:
+            identity = shared_run_id(self._number)
+            directory = make_run_directory(
+                self._output_root, self.place.rank, identity, resume=self.config.append_output
+            )
+        except Exception as error:  # noqa: BLE001 - whatever keeps us from writing must not keep the user from training
+            self._unwritable = True
+            log.say(f"{error}: nothing is recorded, training goes on")
+            return
+        self.output = _Output.into(directory, self.config)
+        self._describe_run()
+
+    def _emit(self, table: StepTable, config: MonitorConfig) -> None:
+        self._late.append((table, config))
+        self._submit()
+
+    def _submit(self) -> None:
+        if self._late:
+            self.open()
+        while self._late:
+            table, config = self._late.pop(0)
+            if self.output is not None:
+                self.steps_collected += 1
+                self.output.submit(table, config)
+
+    def _describe_run(self) -> None:
+        if self.output is not None and self.place is not None:
+            for watch in self.watches:
+                if not watch.report:
+                    self._models.append(watch.report)  # it stays there when the model is gone
+                watch.report.update(describe_model(watch))
+            report = run_report(self.config, self.place, self._models, self._injected)
+            try:
+                write_run_file(self.output.directory, report)
+            except OSError as error:
+                log.say(f"run.json could not be written ({error.strerror})", once="run.json")
+
+    def _warn_about_targets(self) -> None:
+        names = [name for watch in self.watches for name in watch.inventory.all_names]
+        selection = Selection(self.config.targets)
+        for name in names:
+            selection.selects(name)
+        for target, close in selection.unmatched(names).items():
+            hint = f"; close: {', '.join(close)}" if close else ""
+            log.say(f"target `{target}` matches no parameter{hint}", once=f"target:{target}")
+
+    # The end
+
+    def finish(self) -> None:
+        """The process ends: write the step under way as far as it came, and everything before it."""
+        for watch in self.watches:
+            self.guard.run(watch.cut_short)
+        self._submit()
+        if self.output is not None:
+            self.output.writer.drain()
+        self.guard.run(self._summarize)
+
+    def _summarize(self) -> None:
+        if self.place is None or self.place.rank != 0 or self.output is None:
+            return
+        writer = self.output.writer
+        lost = f", {writer.dropped} could not be written" if writer.dropped else ""
+        log.say(f"{self.steps_seen} training steps seen, {self.steps_collected} collected{lost}")
+        log.say(f"output: {self.output.directory}")
+        example = _example_file(self.output.directory)
+        if example is not None:
+            log.say(f"next:   head {shlex.quote(str(example))}")
+
+    def close(self) -> None:
+        """Write the step under way as far as it came, and take everything back: hooks, patches, handlers, the thread."""
+        for watch in self.watches:
+            self.guard.run(watch.cut_short)
+        self._submit()
+        self._leave()
+
+    def _leave(self) -> None:
+        for watch in self.watches:
+            watch.detach()
+        self.watches.clear()
+        events.unsubscribe(self)
+        if self._termination is not None:
+            self._termination.undo()
+        if self.output is not None:
+            self.output.writer.close()
+        _sessions.discard(self)
+
+    def after_fork(self) -> None:
+        """In a forked child: nothing of the parent's output is ours; a step made here opens its own."""
+        if self._termination is not None:
+            self._termination.after_fork()
+            self._termination = None
+        self.output = None
+        self.place = None
+        self._under_way.clear()
+        self._models.clear()
+        self._late.clear()
+        self.steps_seen = self.steps_collected = 0
+        for watch in self.watches:
+            watch.start_anew()
+
+
+class _Observed:
+    """A closure that tells when its first evaluation has returned.
+
+    It stands in for the user's closure and has its attributes; later evaluations (of a line search, say) pass through.
+    """
+
+    def __init__(self, closure: Callable[..., Any], then: Callable[[], None]) -> None:
+        functools.update_wrapper(self, closure)
+        self._closure = closure
+        self._then: Callable[[], None] | None = then
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passes on whatever the closure takes and returns
+        result = self._closure(*args, **kwargs)
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+        return result
+
+
+def _steps_under_way(optimizer: Optimizer) -> int:
+    """How many calls of ``optimizer.step`` are being executed further up this thread's stack."""
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - the only way to see whether a step was left by an exception
+    count = 0
+    while frame is not None:
+        if frame.f_code in _STEP_CODE and frame.f_locals.get("self") is optimizer:
+            count += 1
+        frame = frame.f_back
+    return count
+
+
+def _example_file(directory: Path) -> Path | None:
+    """A file worth looking at first: the latest reduced gradients, else the latest of any kind."""
+    files = sorted(
+        directory.glob("*_*-*.csv"), key=lambda path: (path.name.startswith("grad_reduced"), path.stat().st_mtime)
+    )
+    return files[-1] if files else None
+
+
+def _after_fork() -> None:
+    for session in list(_sessions):
+        session.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,1 @@
+"""Taps: where tensors are seen. One file a kind of data."""

@@ -1,0 +1,174 @@
+"""Weight gradients: this rank's own, as autograd accumulates them, and reduced, as the optimizer will use them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from msmon.backends.pytorch.recorder import describe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch import Tensor
+
+    from msmon.backends.pytorch.adapters.plain import PlainAdapter
+    from msmon.backends.pytorch.recorder import StepRecorder
+    from msmon.backends.pytorch.taps.reduction import Reduction
+    from msmon.backends.pytorch.watched import WatchedParameter
+    from msmon.record.table import Row
+    from msmon.runtime.guard import Guard
+    from msmon.runtime.ledger import Ledger
+
+UNREDUCED = "grad_unreduced"
+REDUCED = "grad_reduced"
+
+
+class GradientTap:
+    """Reads gradients.
+
+    The unreduced gradient is read by a hook that autograd calls right after it has accumulated into ``.grad``: each
+    backward pass of a step overwrites the row of the one before, so that the row of the step holds the sum over all its
+    micro-batches. With ``every_micro_batch`` each running sum keeps a row of its own.
+
+    Args:
+        reduction: Statistics.
+        adapter: Where gradients are.
+        micro_step: The micro-batch of the backward pass under way.
+        collecting: Whether the step under way is collected; the only thing a hook asks in a step that is not.
+        every_micro_batch: Keep a row a micro-batch.
+    """
+
+    part = "recording of weight gradients"
+
+    def __init__(
+        self,
+        reduction: Reduction,
+        adapter: PlainAdapter,
+        *,
+        micro_step: Callable[[], int],
+        collecting: Callable[[], bool],
+        every_micro_batch: bool,
+    ) -> None:
+        self._reduction = reduction
+        self._adapter = adapter
+        self._micro_step = micro_step
+        self._collecting = collecting
+        self._every = every_micro_batch
+        self._pending: dict[tuple[int, int], tuple[Row, Tensor]] = {}
+        self._settled: set[tuple[int, int]] = set()
+
+    def hook(self, parameters: Iterable[WatchedParameter], ledger: Ledger, guard: Guard) -> None:
+        """Put a hook on every selected parameter that can have a gradient and has none yet.
+
+        It goes before the hooks that are there: an optimizer that steps inside the backward pass does so in one of
+        those, and leaves no gradient behind.
+        """
+        for watched in parameters:
+            parameter: Any = watched.parameter  # torch gives its hooks no types
+            if watched.hooked != parameter._cdata and parameter.requires_grad and parameter.is_leaf:  # noqa: SLF001 - see WatchedParameter.hooked
+                if watched.hooked:  # the tensor was swapped: its Python hooks are listed still, and called no more
+                    parameter._post_accumulate_grad_hooks = None  # noqa: SLF001 - as above
+                watched.hooked = parameter._cdata  # noqa: SLF001 - as above
+                ledger.keep(parameter.register_post_accumulate_grad_hook(self._make_hook(watched, guard)))
+                hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - torch registers at the end only
+                ours = next(reversed(hooks))
+                for key in [key for key in hooks if key != ours]:
+                    hooks[key] = hooks.pop(key)
+
+    def _make_hook(self, watched: WatchedParameter, guard: Guard) -> Callable[[Tensor], None]:
+        collecting, run, read = self._collecting, guard.run, self._read_unreduced
+
+        def after_accumulation(parameter: Tensor) -> None:
+            if collecting():
+                run(read, watched, parameter)
+
+        return after_accumulation
+
+    def _read_unreduced(self, watched: WatchedParameter, parameter: Tensor) -> None:
+        micro_step = self._micro_step()
+        gradient = self._adapter.unreduced_gradient(parameter)
+        if gradient is None:
+            return
+        row = describe(UNREDUCED, watched.name, watched.stage, gradient, micro_step if self._every else None)
+        numbers = self._reduction.one(row, gradient)
+        if numbers is not None:
+            key = id(parameter), micro_step if self._every else 0
+            self._settled.discard(key)
+            self._pending[key] = row, numbers
+
+    def read_reduced(
+        self, recorder: StepRecorder, parameters: Sequence[WatchedParameter], divisor: Tensor | None
+    ) -> None:
+        """Add a row a parameter that has a gradient.
+
+        Args:
+            recorder: The step under way.
+            parameters: The watched parameters of the optimizer that steps.
+            divisor: Loss scale that the optimizer itself will still take out of the gradients.
+        """
+        named = [
+            (watched, gradient)
+            for watched in parameters
+            if watched.writes_reduced and (gradient := self._adapter.reduced_gradient(watched.parameter)) is not None
+        ]
+        self._reduction.add(recorder, REDUCED, named, divisor)
+
+    def move_unreduced(self, recorder: StepRecorder, parameters: Iterable[WatchedParameter] | None = None) -> None:
+        """Hand the rows that backward passes left behind to the step, in the order in which gradients arrived."""
+        owners = None if parameters is None else {id(watched.parameter) for watched in parameters}
+        taken = [key for key in self._pending if owners is None or key[0] in owners]
+        pairs = [self._pending.pop(key) for key in taken]
+        recorder.add([row for row, _ in pairs], [numbers for _, numbers in pairs])
+
+    def settle(self) -> None:
+        """What is pending now belongs to this training step or to none: an optimizer has stepped."""
+        self._settled.update(self._pending)
+
+    def forget_settled(self) -> None:
+        """The training step is over: drop what no optimizer has used in it."""
+        for key in self._settled:
+            self._pending.pop(key, None)
+        self._settled.clear()
+
+    def forget_discarded(self, parameters: Iterable[WatchedParameter]) -> bool:
+        """Drop pending rows when the gradients they are about were set to None without a step.
+
+        Returns:
+            Whether they were: accumulation begins anew.
+        """
+        if any(watched.parameter.grad is not None for watched in parameters if watched.hooked):
+            return False
+        self._pending.clear()
+        return True
+
+    @property
+    def idle(self) -> bool:
+        """Whether no backward pass has left a row."""
+        return not self._pending
+
+    def forget(self, owners: set[int] | None = None) -> bool:
+        """Drop pending rows of these parameters (of all by default).
+
+        Returns:
+            Whether none is left.
+        """
+        for key in [key for key in self._pending if owners is None or key[0] in owners]:
+            del self._pending[key]
+        return self.idle
+
+    def current(
+        self, parameters: Sequence[WatchedParameter]
+    ) -> tuple[list[tuple[Row, Tensor]], list[tuple[Row, Tensor]]]:
+        """Rows as they stand now: reduced from ``.grad``, unreduced from the latest backward pass."""
+        reduced = []
+        with torch.no_grad():
+            for watched in parameters:
+                gradient = self._adapter.reduced_gradient(watched.parameter)
+                if gradient is not None:
+                    row = describe(REDUCED, watched.name, watched.stage, gradient)
+                    numbers = self._reduction.one(row, gradient)
+                    if numbers is not None:
+                        reduced.append((row, numbers))
+        return reduced, list(self._pending.values())

@@ -1,0 +1,61 @@
+"""Optimizer state before the step: a file a key of the state (``exp_avg``, ``exp_avg_sq``, ``momentum_buffer``, …)."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from msmon import log
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from msmon.backends.pytorch.adapters.plain import PlainAdapter
+    from msmon.backends.pytorch.recorder import StepRecorder
+    from msmon.backends.pytorch.taps.reduction import Reduction
+    from msmon.backends.pytorch.watched import WatchedParameter
+
+_UNSAFE = re.compile(r"[^\w.-]")
+
+
+class OptimizerStateTap:
+    """Reads every state tensor that exists. There is none before the first step, and for plain SGD never."""
+
+    part = "recording of optimizer state"
+
+    def __init__(self, reduction: Reduction, adapter: PlainAdapter) -> None:
+        self._reduction = reduction
+        self._adapter = adapter
+        self._stepped: set[str] = set()
+
+    def read(
+        self, recorder: StepRecorder, optimizers: Sequence[Optimizer], parameters: Sequence[WatchedParameter]
+    ) -> None:
+        """Add a row a state tensor.
+
+        Args:
+            recorder: The step under way.
+            optimizers: The one that steps and, where an optimizer wraps others, those it wraps.
+            parameters: Its watched parameters.
+        """
+        by_key: dict[str, list[tuple[WatchedParameter, Tensor]]] = {}
+        for watched in parameters:
+            for optimizer in optimizers:
+                found = list(self._adapter.state(optimizer, watched.parameter))
+                for key, tensor in found:
+                    by_key.setdefault(_UNSAFE.sub("_", key), []).append((watched, tensor))
+                if found:
+                    break
+        for key, named in by_key.items():
+            self._reduction.add(recorder, key, named)
+        self._say_when_stateless(type(optimizers[0]).__name__, bool(by_key))
+
+    def _say_when_stateless(self, optimizer: str, has_state: bool) -> None:  # noqa: FBT001 - private, one caller
+        if not has_state and optimizer in self._stepped:
+            log.say(
+                f"{optimizer} keeps no state tensors: mv_distribution records nothing for it", once=f"state:{optimizer}"
+            )
+        self._stepped.add(optimizer)

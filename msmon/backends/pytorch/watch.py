@@ -1,0 +1,354 @@
+"""One watched model: its parameters, its count of training steps, and the taps on it."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from msmon.backends.pytorch import events
+from msmon.backends.pytorch.recorder import StepRecorder
+from msmon.backends.pytorch.roots import optimizer_parameters
+from msmon.backends.pytorch.taps import weights
+from msmon.backends.pytorch.taps.gradients import GradientTap
+from msmon.backends.pytorch.taps.optimizer_state import OptimizerStateTap
+from msmon.backends.pytorch.taps.reduction import Reduction
+from msmon.backends.pytorch.taps.weights import WeightTap
+from msmon.backends.pytorch.watched import Inventory, Naming, WatchedParameter
+from msmon.plan.gate import StepGate
+from msmon.plan.rounds import Rounds
+from msmon.plan.selection import Selection
+from msmon.runtime.guard import Guard
+from msmon.runtime.ledger import Ledger
+from msmon.stats.definitions import Statistic
+
+TapT = TypeVar("TapT", WeightTap, GradientTap, OptimizerStateTap)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from msmon.backends.base import Kernel
+    from msmon.backends.pytorch.adapters.plain import PlainAdapter
+    from msmon.config.schema import MonitorConfig
+    from msmon.record.table import Row, StepTable
+
+
+_BARE_NAMES = (f"bare_parameter_{number}" for number in itertools.count())
+"""Names for parameters that belong to no module, counted through the process."""
+
+
+@dataclass
+class _OptimizerInUse:
+    """An optimizer of a watched model.
+
+    Attributes:
+        reference: The optimizer.
+        layout: Identities of the tensors in its param groups when ``parameters`` was read.
+        parameters: Its watched parameters, in the order of the model.
+        held: Identities of all its parameters.
+        unhooked: Those of ``parameters`` without a gradient hook: frozen ones may be set free later.
+    """
+
+    reference: weakref.ref[Optimizer]
+    layout: list[int] = field(default_factory=list)
+    parameters: list[WatchedParameter] = field(default_factory=list)
+    held: set[int] = field(default_factory=set)
+    unhooked: list[WatchedParameter] = field(default_factory=list)
+
+
+class Watch:
+    """Sees the training steps of one model, which one or several optimizers train.
+
+    Args:
+        config: What to record.
+        kernel: Computes the statistics.
+        adapter: Where the training framework keeps things.
+        emit: Takes the table of each collected step, and the configuration that it was collected under.
+        label: The model's name in ``steps.csv``.
+        first_step: Number of the first training step.
+        grad_acc_steps: Micro-batches a step when the user said so; ``None`` counts backward passes.
+    """
+
+    def __init__(
+        self,
+        config: MonitorConfig,
+        kernel: Kernel[Tensor],
+        adapter: PlainAdapter,
+        emit: Callable[[StepTable, MonitorConfig], None],
+        *,
+        label: str,
+        first_step: int,
+        grad_acc_steps: int | None,
+    ) -> None:
+        self.config = config
+        self.adapter = adapter
+        self.label = label
+        self.inventory = Inventory()
+        self.roots: list[weakref.ref[Module]] = []
+        self._namings: list[Naming] = []
+        self.first_step = first_step
+        self.rounds = Rounds(first_step)
+        self.gate = StepGate(config.start_step, config.step_interval, config.collect_times)
+        self.ledger = Ledger()
+        self.report: dict[str, Any] = {}
+        self._reduction = Reduction(kernel, [Statistic(op) for op in config.statistics], config.eps)
+        self._next_config = config
+        self.emit = emit
+        self._selection = Selection(config.targets)
+        self._grad_acc_steps = grad_acc_steps
+        self._optimizers: dict[int, _OptimizerInUse] = {}
+        self._recorder = StepRecorder(self._reduction.width)
+        self._backward: tuple[str, int] | None = None
+        self._settled_passes = 0
+        self._open_passes = 0
+        self._inside_step = False
+        self.collecting = self.listening = self.gate.wants(self.rounds.step)
+        self.weights = WeightTap(self._reduction) if config.param_distribution else None
+        self.state = OptimizerStateTap(self._reduction, adapter) if config.mv_distribution else None
+        self.gradients = self._make_gradient_tap() if config.wg_distribution else None
+        self.guards = {tap.part: Guard(tap.part) for tap in (self.weights, self.state, self.gradients) if tap}
+
+    def _make_gradient_tap(self) -> GradientTap:
+        return GradientTap(
+            self._reduction,
+            self.adapter,
+            micro_step=self._micro_step,
+            collecting=lambda: self.listening and not self._inside_step,
+            every_micro_batch=self.config.monitor_mbs_grad,
+        )
+
+    # What is watched
+
+    def add_root(self, root: Module, naming: Naming) -> None:
+        """Watch the parameters of a module."""
+        self.roots.append(weakref.ref(root))
+        self._namings.append(naming)
+        self.inventory.take(root, self.adapter, naming, self._selection)
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Its steps are training steps of this model."""
+        self._optimizers[id(optimizer)] = _OptimizerInUse(weakref.ref(optimizer))
+        self.rounds.know(id(optimizer))
+        self._refresh(optimizer)
+
+    def owns(self, optimizer: Optimizer) -> bool:
+        """Whether this optimizer trains this model."""
+        entry = self._optimizers.get(id(optimizer))
+        return entry is not None and entry.reference() is optimizer
+
+    @property
+    def alive(self) -> bool:
+        """Whether any of its modules or, for parameters without one, of its optimizers still exists."""
+        if self.roots:
+            return any(root() is not None for root in self.roots)
+        return any(entry.reference() is not None for entry in self._optimizers.values())
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those that still exist."""
+        return [found for entry in self._optimizers.values() if (found := entry.reference()) is not None]
+
+    def _refresh(self, optimizer: Optimizer) -> _OptimizerInUse:
+        """Look at an optimizer's param groups again when they hold other tensors than before; hook what is new."""
+        entry = self._optimizers[id(optimizer)]
+        parameters = optimizer_parameters(optimizer)
+        layout = [parameter._cdata for parameter in parameters]  # noqa: SLF001 - see WatchedParameter.hooked
+        if layout != entry.layout:
+            if any(id(parameter) not in self.inventory.by_id for parameter in parameters):
+                self._take_new(parameters)
+            entry.layout = layout
+            entry.parameters = self.inventory.selected(parameters)
+            entry.held = {id(parameter) for parameter in parameters}
+            entry.unhooked = entry.parameters
+        if entry.unhooked and self.gradients is not None and not self.gate.finished:
+            self.gradients.hook(entry.unhooked, self.ledger, self.guards[GradientTap.part])
+            entry.unhooked = [watched for watched in entry.unhooked if not watched.parameter.requires_grad]
+        return entry
+
+    def _take_new(self, parameters: Sequence[Tensor]) -> None:
+        for reference, naming in zip(self.roots, self._namings, strict=True):
+            root = reference()
+            if root is not None:
+                self.inventory.take(root, self.adapter, naming, self._selection)
+        self.inventory.take_bare(parameters, _BARE_NAMES, self._selection)
+        in_use = [*self._held_by_models(), *(p for other in self.optimizers for p in optimizer_parameters(other))]
+        self.inventory.keep_only({id(parameter) for parameter in in_use})
+
+    def _held_by_models(self) -> Iterator[Tensor]:
+        for reference in self.roots:
+            root = reference()
+            if root is not None:
+                yield from (found.parameter for found in self.adapter.parameters(root))
+
+    # What happens
+
+    def backward_begins(self) -> None:
+        """New parameters are hooked; rows of gradients that were thrown away are forgotten."""
+        if not self.listening or self._inside_step:
+            return
+        for optimizer in self.optimizers:
+            self._refresh(optimizer)
+        if (
+            self.gradients is not None
+            and self._open_passes
+            and self.gradients.forget_discarded(self.inventory.by_id.values())
+        ):
+            self._open_passes = 0
+
+    def gradients_zeroed(self, optimizer: Optimizer) -> None:
+        """The optimizer's gradients were zeroed: what backward passes left behind of them belongs to no step."""
+        if (
+            self.gradients is not None
+            and not self._inside_step
+            and self.gradients.forget(self._optimizers[id(optimizer)].held)
+        ):
+            self._open_passes = 0
+
+    def _micro_step(self) -> int:
+        current = events.current_backward()
+        if current != self._backward:
+            self._backward = current
+            self._open_passes += 1
+        latest = max(self._open_passes - 1, 0)
+        return latest if self._grad_acc_steps is None else min(latest, self._grad_acc_steps - 1)
+
+    def step_begins(self, optimizer: Optimizer, inner: Sequence[Optimizer], *, backward_done: bool) -> None:
+        """An optimizer is about to step: weights and state as they are before it.
+
+        Args:
+            optimizer: The one that steps.
+            inner: Optimizers that it may wrap, asked for state that it does not have itself.
+            backward_done: False when a closure will run backward passes inside the step.
+        """
+        if self.rounds.would_repeat(id(optimizer)):
+            self.close_round()
+        if not self.collecting:
+            return
+        entry = self._refresh(optimizer)
+        if backward_done:
+            self._tap(self.gradients, lambda tap: tap.move_unreduced(self._recorder, entry.parameters))
+        self._tap(self.weights, lambda tap: tap.read(self._recorder, weights.BEFORE, self._weights_of(entry)))
+        self._tap(self.state, lambda tap: tap.read(self._recorder, [optimizer, *inner], entry.parameters))
+
+    def take_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
+        """Gradients are what the optimizer will use: read them, and close the rows of the backward passes.
+
+        Args:
+            optimizer: The one that steps.
+            scale: Loss scale, when a ``GradScaler`` drives this step.
+        """
+        if not self.collecting:
+            return
+        self._inside_step = True
+        entry = self._optimizers[id(optimizer)]
+        divisor = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales by itself, during the step
+        self._tap(self.gradients, lambda tap: tap.move_unreduced(self._recorder, entry.parameters))
+        self._tap(self.gradients, lambda tap: tap.read_reduced(self._recorder, entry.parameters, divisor))
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is not None:
+            self._recorder.note("found_inf", found_inf)
+        if scale is not None:
+            self._recorder.note("grad_scale", scale)
+
+    def step_ends(self, optimizer: Optimizer, *, skipped: bool = False) -> None:
+        """An optimizer has stepped, or a ``GradScaler`` has skipped its step."""
+        if self.collecting:
+            entry = self._optimizers[id(optimizer)]
+            self._tap(self.weights, lambda tap: tap.read(self._recorder, weights.AFTER, self._weights_of(entry)))
+            self._recorder.skipped |= skipped
+        self._inside_step = False
+        self._settle()
+        if self.rounds.stepped(id(optimizer)):
+            self.close_round()
+        else:
+            self.listening = self.collecting or self.gate.wants(self.rounds.step + 1)
+
+    def _settle(self) -> None:
+        """Backward passes up to here belong to this training step; those from here on may belong to the next."""
+        self._settled_passes += self._open_passes
+        self._open_passes = 0
+        if self.gradients is not None:
+            self.gradients.settle()
+
+    def close_round(self, *, complete: bool = True) -> None:
+        """The training step is over: hand its table on and go to the next."""
+        if self.collecting:
+            micro_steps = self._settled_passes if self.gradients is not None else None  # gradient hooks count them
+            table = self._recorder.finish(self.label, self.rounds.step, micro_steps, complete=complete)
+            self.gate.count()
+            self.emit(table, self.config)
+        if self.gradients is not None:
+            self.gradients.forget_settled()
+        self._settled_passes = 0
+        self.rounds.close()
+        self._follow_config()
+        self.collecting = self.listening = self.gate.wants(self.rounds.step)
+        if self.gate.finished:
+            self.ledger.undo()
+
+    def reconfigure(self, config: MonitorConfig) -> None:
+        """Compute other statistics from the next training step on, or at once when this one has no row yet."""
+        self._next_config = config
+        if not len(self._recorder) and (self.gradients is None or self.gradients.idle):
+            self._follow_config()
+
+    def _follow_config(self) -> None:
+        if self.config is not self._next_config and self.gradients is not None:
+            self.gradients.forget()  # computed under the old one
+        self.config = self._next_config
+        self._reduction.change([Statistic(op) for op in self.config.statistics], self.config.eps)
+        self._recorder = StepRecorder(self._reduction.width)
+
+    def abandon(self) -> None:
+        """``optimizer.step`` was left by an exception, and training goes on: the step stays as far as it came."""
+        self._inside_step = False
+        self._settle()
+        self.close_round(complete=False)
+
+    def cut_short(self) -> None:
+        """The process ends: what the step under way has left so far is its table."""
+        if self.rounds.open:
+            self.close_round(complete=not self._inside_step)
+        if not self.collecting:
+            return
+        self._tap(self.gradients, lambda tap: tap.move_unreduced(self._recorder))
+        if len(self._recorder):
+            self._settle()
+            self.close_round(complete=False)
+
+    def current_gradients(self) -> tuple[list[tuple[Row, Tensor]], list[tuple[Row, Tensor]]]:
+        """Reduced and unreduced gradients as they are now."""
+        if self.gradients is None:
+            return [], []
+        return self.gradients.current(self.inventory.selected())
+
+    def start_anew(self) -> None:
+        """After a fork: what the parent collected so far is the parent's."""
+        self._recorder = StepRecorder(self._reduction.width)
+        self.report = {}
+        if self.gradients is not None:
+            self.gradients.forget()
+
+    def _weights_of(self, entry: _OptimizerInUse) -> list[WatchedParameter]:
+        """The weights read at a step: those of its optimizer, and with the first of a round those of no optimizer."""
+        if self.rounds.open:
+            return entry.parameters
+        others = [other for other in self._optimizers.values() if other is not entry and other.reference() is not None]
+        held_elsewhere = set().union(*(other.held for other in others))
+        return [w for key, w in self.inventory.by_id.items() if w.selected and key not in held_elsewhere - entry.held]
+
+    def _tap(self, tap: TapT | None, call: Callable[[TapT], None]) -> None:
+        if tap is not None:
+            self.guards[tap.part].run(call, tap)
+
+    def detach(self) -> None:
+        """Take every hook out, and let go of the parameters."""
+        self.ledger.undo()
+        self.collecting = False
+        self.inventory = Inventory()
+        self._optimizers.clear()

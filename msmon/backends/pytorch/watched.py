@@ -1,0 +1,112 @@
+"""The parameters of one watched model: which, under which names, at which place in the files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from msmon.plan.names import squash_all
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch import Tensor
+    from torch.nn import Module
+
+    from msmon.backends.pytorch.adapters.plain import PlainAdapter
+    from msmon.plan.selection import Selection
+
+
+@dataclass
+class WatchedParameter:
+    """One parameter.
+
+    Attributes:
+        parameter: The tensor itself. It is held only while its model lives.
+        name: Its name in the files.
+        stage: Index of its model chunk.
+        selected: Whether ``targets`` selects it.
+        writes_reduced: False when another rank of its group writes the same reduced gradient.
+        aliases: Other names of the same (tied) parameter.
+        hooked: Identity of the tensor that the gradient hook is on, 0 without one. ``torch.utils.swap_tensors`` gives a
+            parameter another tensor, without its hooks.
+    """
+
+    parameter: Tensor
+    name: str
+    stage: int
+    selected: bool = True
+    writes_reduced: bool = True
+    aliases: list[str] = field(default_factory=list)
+    hooked: int = 0
+
+
+class Naming(NamedTuple):
+    """How the parameters of one module are named.
+
+    Attributes:
+        prefix: Put before each name, such as ``Generator.`` when there are several models.
+        stage: Index of the module among the chunks of its model.
+        raw: Names as the given module has them, wrapper prefixes included (``set_monitor``).
+        squash: Shorten them.
+    """
+
+    prefix: str = ""
+    stage: int = 0
+    raw: bool = False
+    squash: bool = False
+
+
+class Inventory:
+    """All parameters of the roots of one model, by identity, in the order of the framework's own walk."""
+
+    def __init__(self) -> None:
+        self.by_id: dict[int, WatchedParameter] = {}
+        self.all_names: list[str] = []
+
+    def take(self, root: Module, adapter: PlainAdapter, naming: Naming, selection: Selection) -> None:
+        """Add the parameters of a root that are not known yet; a further name of a known one becomes its alias."""
+        new: dict[int, WatchedParameter] = {}
+        forms: dict[int, list[str]] = {}
+        for found in adapter.parameters(root):
+            name = found.raw_name if naming.raw else found.name
+            whole = naming.prefix + name
+            key = id(found.parameter)
+            known = new.get(key) or self.by_id.get(key)
+            if known is None:
+                new[key] = WatchedParameter(found.parameter, name, naming.stage)
+            elif known.name not in {name, whole} and whole not in known.aliases:
+                known.aliases.append(whole)
+            forms.setdefault(key, []).extend({whole, found.name, found.raw_name})
+        for key, names in forms.items():
+            self.all_names.extend(names)
+            if key in new:
+                new[key].selected = selection.selects(*names)
+        short = squash_all(watched.name for watched in new.values()) if naming.squash else {}
+        for watched in new.values():
+            watched.name = naming.prefix + short.get(watched.name, watched.name)
+        self.by_id.update(new)
+
+    def take_bare(self, parameters: Sequence[Tensor], names: Iterator[str], selection: Selection) -> None:
+        """Add parameters that belong to no module, under made-up names."""
+        for parameter in parameters:
+            if id(parameter) not in self.by_id:
+                name = next(names)
+                self.by_id[id(parameter)] = WatchedParameter(parameter, name, 0, selection.selects(name))
+                self.all_names.append(name)
+
+    def keep_only(self, wanted: set[int]) -> None:
+        """Let go of parameters that the model no longer has, such as those of a head that was replaced."""
+        self.by_id = {key: watched for key, watched in self.by_id.items() if key in wanted}
+
+    def selected(self, parameters: Iterable[Tensor] | None = None) -> list[WatchedParameter]:
+        """The watched ones among these parameters (all by default), in the order of the model."""
+        if parameters is None:
+            return [watched for watched in self.by_id.values() if watched.selected]
+        wanted = {id(parameter) for parameter in parameters}
+        return [watched for key, watched in self.by_id.items() if watched.selected and key in wanted]
+
+    def mark_duplicates(self, is_duplicate: Callable[[Tensor], bool]) -> None:
+        """Leave the reduced gradient of these parameters to another rank."""
+        for watched in self.by_id.values():
+            watched.writes_reduced = not is_duplicate(watched.parameter)
