@@ -1,0 +1,78 @@
+"""What an injected process does once it imports torch. Standard library only until an optimizer is constructed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+from msmon import env, log
+from msmon.bootstrap import discovery
+from msmon.bootstrap.settings import read_settings, settings_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+_starting = threading.RLock()
+_debug: Callable[[str], None] | None = None
+
+
+def framework_imported(module: ModuleType, debug: Callable[[str], None]) -> None:
+    """A module of torch that defines ``Module`` or ``Optimizer`` was just executed, for the first time or again.
+
+    Args:
+        module: The module.
+        debug: Writes a line where ``MSMON_DEBUG`` asks for it.
+    """
+    global _debug  # noqa: PLW0603 - one a process
+    _debug = debug
+    debug(f"{module.__name__} imported")
+    if hasattr(module, "Optimizer"):
+        discovery.note_optimizers(module.Optimizer)
+        if not discovery.on_optimizer:
+            discovery.on_optimizer.append(_first_optimizer)
+    elif hasattr(module, "Module"):
+        discovery.note_modules(module.Module)
+
+
+def _first_optimizer(optimizer: Any) -> None:  # noqa: ANN401 - torch is not imported here
+    """The process means to train: load the rest of msmon and hand over."""
+    with _starting:
+        if _first_optimizer in discovery.on_optimizer:
+            _start()
+            discovery.on_optimizer.remove(_first_optimizer)
+    for call in list(discovery.on_optimizer):
+        call(optimizer)
+
+
+def _start() -> None:
+    try:
+        settings = read_settings(settings_path())
+        os.environ.setdefault(env.RUN_ID, settings.run_id)  # a launcher may have passed on the settings only
+        from msmon.backends.pytorch import injected  # noqa: PLC0415 - only a process that trains pays for it
+
+        injected.start(settings)
+    except Exception as error:  # noqa: BLE001 - whatever keeps us from watching must not keep the user from training
+        log.say(f"cannot watch this process, training goes on: {type(error).__name__}: {error}", once="start")
+    else:
+        if _debug is not None:
+            _debug("first optimizer constructed, watching")
+
+
+def records() -> bool:
+    """Whether this process has recorded, or will record, any training step."""
+    injected = sys.modules.get("msmon.backends.pytorch.injected")
+    return injected is not None and injected.recorded()
+
+
+def seen() -> str:
+    """What this process did with torch, for the message that nothing could be recorded."""
+    if discovery.counts["optimizers"]:
+        return f"{discovery.counts['optimizers']} optimizers were constructed in this process and none stepped"
+    modules = discovery.counts["modules"]
+    text = f"{modules} modules and no optimizer were constructed in this process"
+    if modules:
+        text += "; weights that are updated by hand can be watched with msmon.pytorch.TrainerMon"
+    return text

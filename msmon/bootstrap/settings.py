@@ -1,0 +1,87 @@
+"""The settings file: how ``msmon run`` tells the processes it starts what to do.
+
+A file rather than variables, since launchers pass only some variables on; its path travels in two of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msmon import env
+
+if TYPE_CHECKING:
+    from msmon.config.schema import MonitorConfig
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run was asked for.
+
+    Attributes:
+        run_id: Eight hexadecimal digits.
+        version: Of the msmon that started the run.
+        package: Absolute path of its ``msmon`` folder: where a process imports it from when it has none of its own.
+        output_root: Absolute path.
+        document: The configuration, as a JSON document.
+        source: The configuration file, or empty.
+        grad_acc_steps: Micro-batches a step, when the user said so.
+        command: The command of the run.
+    """
+
+    run_id: str
+    version: str
+    package: str
+    output_root: str
+    document: dict[str, Any]
+    source: str
+    grad_acc_steps: int | None
+    command: list[str]
+
+    def config(self) -> MonitorConfig:
+        """The configuration as a value; it was checked before the run began."""
+        from msmon.config.schema import MonitorConfig  # noqa: PLC0415 - pydantic is imported in training processes only
+
+        return MonitorConfig.model_validate(self.document)
+
+    def for_report(self) -> dict[str, Any]:
+        """What ``run.json`` says of it."""
+        return {"run_id": self.run_id, "config_file": self.source, "command": self.command}
+
+    def write(self, folder: str) -> str:
+        """Write the file into a folder, whole: hosts that share the folder may write the same one at the same time.
+
+        Its name tells settings apart, since a ``msmon run`` inside another has the same run id.
+
+        Returns:
+            Its path.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        text = json.dumps(asdict(self), indent=2)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+        path = Path(folder, f".msmon-{self.run_id}-{digest}.json")
+        beside = path.with_name(f"{path.name}.{os.getpid()}")
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+        return str(path)
+
+
+def settings_path() -> str:
+    """Where the settings of this process's run are; empty when it was not started by ``msmon run``."""
+    return os.environ.get(env.SETTINGS) or os.environ.get(env.SETTINGS_FORWARDED) or ""
+
+
+def read_settings(path: str) -> Settings:
+    """Read the file.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError, TypeError: It is not a settings file of this version.
+    """
+    return Settings(**json.loads(Path(path).read_text(encoding="utf-8")))

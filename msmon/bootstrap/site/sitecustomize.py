@@ -1,0 +1,171 @@
+"""Runs at the start of every Python process of a monitored run. Imports os and sys only; a process pays for it under 2 ms.
+
+It waits for torch to be imported, then for an optimizer: launchers, loader workers and compilers never get that far.
+The directory leaves ``sys.path`` at once, so that nothing a process derives from its path is injected (the workers of
+torch.compile), and stays in ``PYTHONPATH``, so that real children are. A ``sitecustomize`` that this one hides is run.
+"""
+
+import os
+import sys
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def _debug(text):
+    where = os.environ.get("MSMON_DEBUG")
+    if not where:
+        return
+    line = f"msmon: pid {os.getpid()} of {os.getppid()}: {text}\n"
+    try:
+        if where == "1":
+            sys.stderr.write(line)
+        else:
+            with open(where, "a", encoding="utf-8") as file:
+                file.write(line)
+    except (OSError, AttributeError):
+        pass  # nowhere to write: the process is not ours to disturb
+
+
+class _Finder:
+    """Runs a hook right after one of a few modules has been executed. Loaders keep their type and leave no residue."""
+
+    hooks = {}
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        hook = cls.hooks.get(name)
+        if hook is None:
+            return None
+        for finder in sys.meta_path:
+            if finder is cls or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                cls._run_after(spec.loader, hook)
+                return spec
+        return None
+
+    @staticmethod
+    def _run_after(loader, hook):
+        execute = getattr(loader, "exec_module", None)
+        if execute is None:
+            return
+
+        def exec_module(module):
+            try:
+                del loader.exec_module
+            except AttributeError:
+                pass  # a second import of the same spec
+            execute(module)
+            try:
+                hook(module)
+            except Exception as error:  # a fault of ours must not fail the user's import
+                _debug(f"hook of {module.__name__} failed: {error!r}")
+
+        try:
+            loader.exec_module = exec_module
+        except AttributeError:
+            _debug(f"{type(loader).__name__} takes no hook")
+
+
+def _package(settings):
+    """Import msmon from where ``msmon run`` has it; where that does not exist (another host), from this interpreter."""
+    if "msmon" in sys.modules:
+        return
+    import importlib.util
+    import json
+
+    with open(settings, encoding="utf-8") as file:
+        folder = json.load(file)["package"]
+    code = os.path.join(folder, "__init__.py")
+    if not os.path.isfile(code):
+        import msmon  # noqa: F401
+
+        return
+    spec = importlib.util.spec_from_file_location("msmon", code, submodule_search_locations=[folder])
+    sys.modules["msmon"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["msmon"])
+
+
+def _arm(settings):
+    def note(module):
+        _package(settings)
+        from msmon.bootstrap import process
+
+        process.framework_imported(module, _debug)
+
+    _Finder.hooks = {"torch.nn.modules.module": note, "torch.optim.optimizer": note}
+    sys.meta_path.insert(0, _Finder)
+    if os.environ.get("MSMON_MAIN_PID") == str(os.getpid()):
+        import atexit
+
+        atexit.register(_at_exit, settings, os.getpid())
+
+
+def _at_exit(settings, pid):
+    """If no process of the run recorded anything, say so, and what was seen in the command's own process.
+
+    Nothing is imported here: an ``exec`` of text (``dataclasses`` has one) makes Python forget that it ends by Ctrl-C.
+    """
+    process = sys.modules.get("msmon.bootstrap.process")
+    try:
+        if os.getpid() != pid or (process and process.records()) or _recorded(settings):
+            return
+        seen = (
+            process.seen() if process else "torch was never imported in this process; is it another Python that trains?"
+        )
+        sys.stderr.write(f"msmon: no training step was seen: {seen} (MSMON_DEBUG=1 shows what each process decided)\n")
+    except Exception as error:  # the process ends; its exit code is the user's
+        _debug(f"at exit: {error!r}")
+
+
+def _recorded(settings):
+    """Whether the run has a directory: its name ends with the run's id or, in one gone on with, run.json has it."""
+    root, name = os.path.split(settings)
+    run_id = name.split("-")[1]
+    for directory in os.listdir(root):
+        if directory.endswith(f"-{run_id}"):
+            return True
+        report = os.path.join(root, directory, "run.json")
+        if os.path.isfile(report) and os.path.getmtime(report) >= os.path.getmtime(settings):
+            with open(report, encoding="utf-8") as file:
+                if run_id in file.read():
+                    return True
+    return False
+
+
+def _start():
+    settings = os.environ.get("MSMON_CONFIG") or os.environ.get("PYTHON_MSMON_CONFIG")
+    if getattr(sys, "_msmon_started", False):
+        return "already started"
+    if os.environ.get("MSMON") == "0":
+        return "off: MSMON=0"
+    if not settings:
+        return "off: no MSMON_CONFIG"
+    if not os.path.isfile(settings):
+        return f"off: {settings} does not exist (left over from an earlier run?)"
+    sys._msmon_started = True
+    _arm(settings)
+    return "waiting for torch"
+
+
+def _chain():
+    """Run the sitecustomize that this one hides, under its own name, as if we were not here."""
+    here = os.path.realpath(_HERE)
+    sys.path[:] = [entry for entry in sys.path if not entry or os.path.realpath(entry) != here]
+    ours = sys.modules.pop("sitecustomize", None)
+    try:
+        import sitecustomize  # noqa: F401
+    except ImportError as error:
+        if error.name != "sitecustomize":
+            raise
+    finally:
+        if ours is not None:
+            sys.modules.setdefault("sitecustomize", ours)
+
+
+try:
+    _debug(f"{_start()} argv={getattr(sys, 'orig_argv', [])} flags={sys.flags}")
+except Exception as error:  # noqa: BLE001
+    _debug(f"start failed: {error!r}")
+_chain()
