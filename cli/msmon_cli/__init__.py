@@ -1,0 +1,1 @@
+"""The ``msmon`` command: parses, calls the library, shows what comes back."""

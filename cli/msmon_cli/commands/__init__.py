@@ -1,0 +1,1 @@
+"""One short file a subcommand: parse, call the library, render."""

@@ -1,0 +1,189 @@
+"""``msmon run``."""
+
+from __future__ import annotations
+
+from pathlib import Path  # noqa: TC003 - Typer reads the annotations
+from typing import Annotated, Any
+
+import typer
+
+from msmon_cli import console
+
+WHAT, SELECTION, OUTPUT = "What to watch", "Selection", "Output"
+ALL_STATISTICS = ["min", "max", "norm", "mean", "zeros", "nans"]
+
+
+def run(  # noqa: PLR0917 - Typer calls it by name
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            help="The command and its arguments, passed on as they are.", metavar="COMMAND", show_default=False
+        ),
+    ],
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", help="A JSON configuration; options below go over it.", show_default=False),
+    ] = None,
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Weights before and after each step.", rich_help_panel=WHAT)
+    ] = False,
+    gradients: Annotated[
+        bool, typer.Option("--gradients", help="Weight gradients, before and after reduction.", rich_help_panel=WHAT)
+    ] = False,
+    micro_batches: Annotated[
+        bool,
+        typer.Option(
+            "--micro-batch-gradients", help="Unreduced gradients after every micro-batch.", rich_help_panel=WHAT
+        ),
+    ] = False,
+    optimizer_state: Annotated[
+        bool,
+        typer.Option(
+            "--optimizer-state", help="exp_avg, exp_avg_sq and every other state tensor.", rich_help_panel=WHAT
+        ),
+    ] = False,
+    activations: Annotated[
+        bool,
+        typer.Option(
+            "--activations", help="Activations and their gradients (not in this version yet).", rich_help_panel=WHAT
+        ),
+    ] = False,
+    ops: Annotated[
+        str,
+        typer.Option(
+            "--ops",
+            help="Statistics, comma-separated: min,max,norm,mean,zeros,nans; also shape,dtype,id.",
+            show_default=False,
+            rich_help_panel=WHAT,
+        ),
+    ] = "",
+    targets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--targets",
+            "-t",
+            help="Names to watch, by prefix or glob; repeatable.",
+            show_default=False,
+            rich_help_panel=SELECTION,
+        ),
+    ] = None,
+    every: Annotated[
+        int | None,
+        typer.Option("--every", help="Collect every N-th step.", show_default=False, rich_help_panel=SELECTION),
+    ] = None,
+    start: Annotated[
+        int | None,
+        typer.Option("--start", help="First step to collect.", show_default=False, rich_help_panel=SELECTION),
+    ] = None,
+    times: Annotated[
+        int | None,
+        typer.Option("--times", help="Steps to collect, then no more.", show_default=False, rich_help_panel=SELECTION),
+    ] = None,
+    ranks: Annotated[
+        str,
+        typer.Option(
+            "--ranks",
+            help="Ranks that monitor, comma-separated. Default: all.",
+            show_default=False,
+            rich_help_panel=SELECTION,
+        ),
+    ] = "",
+    grad_acc_steps: Annotated[
+        int | None,
+        typer.Option(
+            "--grad-acc-steps",
+            min=1,
+            help="Micro-batches a step. Default: learned.",
+            show_default=False,
+            rich_help_panel=SELECTION,
+        ),
+    ] = None,
+    dynamic: Annotated[
+        bool,
+        typer.Option(
+            "--dynamic", help="Start and stop while training (not in this version yet).", rich_help_panel=SELECTION
+        ),
+    ] = False,
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output",
+            "-o",
+            envvar="MONITOR_OUTPUT_DIR",
+            help="Root of the output. Default: ./monitor_output.",
+            show_default=False,
+            rich_help_panel=OUTPUT,
+        ),
+    ] = "",
+    file_format: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="csv (tensorboard and api are not in this version yet).",
+            show_default=False,
+            rich_help_panel=OUTPUT,
+        ),
+    ] = "",
+    ndigits: Annotated[
+        int | None, typer.Option("--ndigits", help="Decimals in CSV.", show_default=False, rich_help_panel=OUTPUT)
+    ] = None,
+) -> None:
+    """Run a training command and record what its weights, gradients and optimizer state do, step by step.
+
+    The command itself is unchanged: same process, same output, same exit code.
+    With neither a file nor options: weight gradients, all six statistics.
+
+    For example:
+
+      msmon run -- python train.py
+
+      msmon run --gradients --every 100 -- torchrun --nproc-per-node 8 train.py
+
+      msmon run -c monitor.json -t 'blocks.*.attn' -- accelerate launch train.py
+    """
+    from msmon.bootstrap import launch
+    from msmon.config.load import parse_config, read_document
+
+    executable = launch.find_command(command[0])
+    options = _as_document(
+        param_distribution=weights or None,
+        wg_distribution=gradients or micro_batches or None,
+        monitor_mbs_grad=micro_batches or None,
+        mv_distribution=optimizer_state or None,
+        xy_distribution=activations or None,
+        ops=_words(ops),
+        targets={target: {} for target in targets or []},
+        step_interval=every,
+        start_step=start,
+        collect_times=times,
+        module_ranks=[_rank(word) for word in _words(ranks)],
+        format=file_format,
+        ndigits=ndigits,
+    )
+    if config is None and not any(key.endswith("_distribution") for key in options):
+        options["wg_distribution"] = True
+        options.setdefault("ops", ALL_STATISTICS)
+    checked = parse_config(options, dynamic=dynamic or None)  # by themselves: what is wrong here is not in the file
+    if config is not None:
+        checked = parse_config({**read_document(config), **options}, source=str(config))
+    environment, notes = launch.prepare_environment(
+        checked, command, output=output, source=str(config or ""), grad_acc_steps=grad_acc_steps
+    )
+    if not (checked.param_distribution or checked.wg_distribution or checked.mv_distribution):
+        notes.append("no kind of data is switched on, so nothing will be recorded; add --gradients, for instance")
+    for note in [*notes, *launch.warnings_about(command)]:
+        console.show_warning(note)
+    launch.run_command(executable, command, environment)
+
+
+def _as_document(**options: object) -> dict[str, Any]:
+    """The options that were given, under the names of the configuration's keys."""
+    return {key: value for key, value in options.items() if value not in (None, "", [], {})}
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _rank(word: str) -> int | str:
+    return int(word) if word.isdigit() else word

@@ -1,0 +1,1 @@
+complete --command msmon --no-files --arguments "(env _MSMON_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=get-args _TYPER_COMPLETE_ARGS=(commandline -cp) msmon)" --condition "env _MSMON_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=is-args _TYPER_COMPLETE_ARGS=(commandline -cp) msmon"
