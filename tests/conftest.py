@@ -1,0 +1,106 @@
+"""Shared by all tests: real scripts in real processes, under ``msmon run``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from msmon.offline.reader import RecordedRow, read_kind, read_steps, run_directories
+
+MSMON = str(Path(sys.executable).with_name("msmon"))
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+SIX = ["min", "max", "norm", "mean", "zeros", "nans"]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A process that has ended, and what its monitor wrote."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    output: Path
+
+    def directories(self, rank: int = 0) -> list[Path]:
+        return run_directories(self.output, rank)
+
+    def rows(self, kind: str, rank: int = 0) -> list[RecordedRow]:
+        """Rows of one kind over all directories of a rank."""
+        return [row for directory in self.directories(rank) for row in read_kind(directory, kind)]
+
+    def steps(self, rank: int = 0) -> list[dict[str, str]]:
+        return [line for directory in self.directories(rank) for line in read_steps(directory)]
+
+    def run_file(self, rank: int = 0) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads((self.directories(rank)[0] / "run.json").read_text())
+        return content
+
+
+class Runner:
+    """Runs scripts in a directory of their own, bare or under ``msmon run``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.output = folder / "out"
+        self.environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith(("MSMON", "MONITOR_", "DYNAMIC_"))},
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "NO_COLOR": "1",
+            "COLUMNS": "80",
+        }
+
+    def write(self, source: str, name: str = "train.py") -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(source))
+        return path
+
+    def write_config(self, **config: Any) -> Path:
+        path = self.folder / "monitor.json"
+        path.write_text(json.dumps(config))
+        return path
+
+    def call(self, command: list[str], *, timeout: float = 180, **env: str) -> Finished:
+        done = subprocess.run(
+            command, cwd=self.folder, env={**self.environment, **env}, capture_output=True, text=True, timeout=timeout
+        )
+        return Finished(done.returncode, done.stdout, done.stderr, self.output)
+
+    def bare(self, script: Path, *args: str, ranks: int = 0, **env: str) -> Finished:
+        """The script without msmon."""
+        return self.call([*launcher(ranks), str(script), *args], **env)
+
+    def monitored(
+        self,
+        script: Path,
+        *args: str,
+        ranks: int = 0,
+        options: list[str] | None = None,
+        config: dict[str, Any] | None = None,
+        **env: str,
+    ) -> Finished:
+        """The script under ``msmon run``, with a configuration or options (all gradients by default)."""
+        chosen = list(options or [])
+        if config is not None:
+            chosen += ["--config", str(self.write_config(**config))]
+        command = [MSMON, "run", "--output", str(self.output), *chosen, "--", *launcher(ranks), str(script), *args]
+        return self.call(command, **env)
+
+
+def launcher(ranks: int) -> list[str]:
+    """``python``, or ``torchrun`` with so many processes."""
+    return [TORCHRUN, "--standalone", "--nproc-per-node", str(ranks)] if ranks else [sys.executable]
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> Runner:
+    return Runner(tmp_path)

@@ -1,0 +1,96 @@
+"""What msmon says."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from msmon import log
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(log, "_said", {})
+    yield
+    log.set_rank(0, 1)
+
+
+def test_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line goes to stderr, with our name in front; stdout stays the script's."""
+    log.say("something happened")
+    captured = capsys.readouterr()
+    assert captured.err == "msmon: something happened\n"
+    assert captured.out == ""
+
+
+def test_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line with a key is said once; one without as often as it is said."""
+    for _ in range(3):
+        log.say("a", once="key")
+        log.say("b")
+    log.say("c", once="other key")
+    assert capsys.readouterr().err == "msmon: a\nmsmon: b\nmsmon: b\nmsmon: b\nmsmon: c\n"
+
+
+def test_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    """The rank that speaks is named when there are several."""
+    log.set_rank(3, 8)
+    log.say("a")
+    log.set_rank(0, 1)
+    log.say("b")
+    assert capsys.readouterr().err == "msmon: [rank 3] a\nmsmon: b\n"
+
+
+class _Broken(io.StringIO):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, text: str) -> int:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "No space left on device"), ValueError("closed"), RuntimeError("reentrant call"), BrokenPipeError()],
+)
+def test_stderr_that_fails(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """A stderr that is closed, full or interrupted in a write never raises."""
+    monkeypatch.setattr(sys, "stderr", _Broken(error))
+    log.say("a")
+
+
+def test_no_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process without stderr is spared."""
+    monkeypatch.setattr(sys, "stderr", None)
+    log.say("a")
+
+
+def test_closed_descriptor() -> None:
+    """With the descriptor of stderr closed, the process goes on and nothing lands on stdout."""
+    code = "import os; os.close(2); from msmon import log; log.say('a'); log.say('b', once='k'); print('done')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "done\n"
+
+
+def test_interrupted_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal handler that speaks while a line is being said does not hang: no lock is held."""
+
+    class Interrupting(io.StringIO):
+        def write(self, text: str) -> int:
+            if "outer" in text:
+                log.say("inner", once="key")
+                log.say("outer again", once="outer")
+            return super().write(text)
+
+    stderr = Interrupting()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    log.say("outer", once="outer")
+    assert stderr.getvalue() == "msmon: inner\nmsmon: outer\n"

@@ -1,0 +1,191 @@
+"""Pure decisions: which steps, which names, which parameters."""
+
+from __future__ import annotations
+
+import pytest
+
+from msmon.plan.gate import StepGate
+from msmon.plan.names import squash, squash_all, unique_label
+from msmon.plan.rounds import Rounds
+from msmon.plan.selection import Selection
+
+
+def collected(gate: StepGate, steps: int, first: int = 0) -> list[int]:
+    found = []
+    for step in range(first, first + steps):
+        if gate.wants(step):
+            gate.count()
+            found.append(step)
+    return found
+
+
+def test_gate() -> None:
+    """P6: start 1, interval 2, 2 times: of 8 steps exactly 1 and 3, and then it is finished."""
+    gate = StepGate(1, 2, 2)
+    assert not gate.finished
+    assert collected(gate, 8) == [1, 3]
+    assert gate.finished
+
+
+def test_gate_that_collects_nothing() -> None:
+    """Zero times collects nothing and is finished at once."""
+    gate = StepGate(0, 1, 0)
+    assert gate.finished
+    assert collected(gate, 5) == []
+
+
+def test_gate_of_a_resumed_run() -> None:
+    """The interval is counted from the start step, wherever the run begins."""
+    assert collected(StepGate(3, 5, 100), 20, first=10) == [13, 18, 23, 28]
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("Module.embeddings.weight", "embeddings.weight"),  # P41
+        ("model.layers.0.mlp.weight", "layers.0.mlp.weight"),
+        ("model.decoder.layer.3.norm.weight", "layer.3.norm.weight"),
+        ("model.embedding.word.weight", "embedding.word.weight"),
+        ("model.final_layernorm.weight", "final_layernorm.weight"),
+        ("model.output_layer.bias", "output_layer.bias"),
+        ("model.norm1.weight", "norm1.weight"),
+        ("outer.layers.0.inner.layers.1.weight", "layers.1.weight"),
+        ("layers.0.norm.weight", "layers.0.norm.weight"),  # a landmark at the beginning is one as well
+        ("norm", "norm"),
+        ("model.norm", "norm"),
+        ("fc.weight", "fc.weight"),
+        ("model.playersx.weight", "model.playersx.weight"),
+        ("", ""),
+    ],
+)
+def test_squash(name: str, short: str) -> None:
+    """A name is shortened to its part from the last landmark on; without one, or where nothing is left, it stays."""
+    assert squash(name) == short
+
+
+def test_squashed_names_stay_unique() -> None:
+    """Names that would become equal, also to another's whole name, are kept whole."""
+    assert squash_all(["a.layers.0.w", "b.layers.0.w", "c.layers.1.w"]) == {
+        "a.layers.0.w": "a.layers.0.w",
+        "b.layers.0.w": "b.layers.0.w",
+        "c.layers.1.w": "layers.1.w",
+    }
+    assert squash_all(["layers.0.w", "a.layers.0.w"]) == {"layers.0.w": "layers.0.w", "a.layers.0.w": "a.layers.0.w"}
+
+
+def test_labels() -> None:
+    """A label that is taken gets a number."""
+    assert unique_label("Net", []) == "Net"
+    assert unique_label("Net", ["Net"]) == "Net_1"
+    assert unique_label("Net", ["Net", "Net_1", "Other"]) == "Net_2"
+
+
+NAMES = [
+    "embed.weight",
+    "blocks.0.attn.q.weight",
+    "blocks.0.mlp.weight",
+    "blocks.1.attn.q.weight",
+    "blocks.10.mlp.weight",
+]
+
+
+def selected(*targets: str) -> list[str]:
+    selection = Selection(targets)
+    return [name for name in NAMES if selection.selects(name)]
+
+
+def test_selection() -> None:
+    """A parameter is watched when its name starts with a target, or with what a glob target matches; none is all."""
+    assert selected() == NAMES
+    assert selected("embed") == ["embed.weight"]
+    assert selected("blocks.1") == ["blocks.1.attn.q.weight", "blocks.10.mlp.weight"]
+    assert selected("blocks.1.") == ["blocks.1.attn.q.weight"]
+    assert selected("blocks.*.attn") == ["blocks.0.attn.q.weight", "blocks.1.attn.q.weight"]
+    assert selected("blocks.[01].*.q") == ["blocks.0.attn.q.weight", "blocks.1.attn.q.weight"]
+    assert selected("blocks.?.mlp") == ["blocks.0.mlp.weight"]
+    assert selected("0:embed") == ["embed.weight"]  # as the original prints names
+    assert selected("Embed") == []
+    assert selected("") == NAMES
+
+
+def test_selection_by_any_name() -> None:
+    """A target matches the name with or without the prefixes of wrappers."""
+    selection = Selection(["module.fc"])
+    assert selection.selects("fc.weight", "module.fc.weight")
+    assert not selection.selects("fc.weight")
+
+
+def test_targets_that_match_nothing() -> None:
+    """A target that selected nothing is named with the close names that exist."""
+    selection = Selection(["blocks.0.atn", "embed", "zzzzzzz"])
+    for name in NAMES:
+        selection.selects(name)
+    unmatched = selection.unmatched(NAMES)
+    assert unmatched.keys() == {"blocks.0.atn", "zzzzzzz"}
+    assert unmatched["blocks.0.atn"][0] == "blocks.0.attn"
+    assert unmatched["zzzzzzz"] == []
+
+
+def run_rounds(events: str, known: str = "") -> list[tuple[int, str]]:
+    """The rounds that a sequence of optimizer steps makes: number, and who stepped in it."""
+    rounds, made, members = Rounds(), [], ""
+    for optimizer in known:
+        rounds.know(ord(optimizer))
+    for optimizer in events:
+        if rounds.would_repeat(ord(optimizer)):
+            made.append((rounds.step, members))
+            rounds.close()
+            members = ""
+        members += optimizer
+        if rounds.stepped(ord(optimizer)):
+            made.append((rounds.step, members))
+            rounds.close()
+            members = ""
+    if rounds.open:
+        made.append((rounds.step, members))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("events", "known", "members"),
+    [
+        ("AAA", "A", ["A", "A", "A"]),
+        ("ABABAB", "AB", ["AB", "AB", "AB"]),  # two optimizers of one model
+        ("ABAABA", "AB", ["AB", "A", "AB", "A"]),  # every second step
+        ("AABAAB", "AB", ["A", "A", "BA", "AB"]),  # one that begins late is in the next round the first time
+        ("BAAAABAAAA", "AB", ["BA", "A", "A", "AB", "A", "A", "A", "A"]),  # a critic ahead of four others
+        ("AAAA", "AB", ["A", "A", "A", "A"]),  # one that never steps is not waited for
+        ("ABCABC", "ABC", ["ABC", "ABC"]),
+        ("ABAB", "A", ["A", "BA", "B"]),  # one that comes to life unseen: the first round did not wait
+        ("", "AB", []),
+    ],
+)
+def test_rounds(events: str, known: str, members: list[str]) -> None:
+    """A training step holds at most one step of each optimizer that is at work."""
+    assert run_rounds(events, known) == list(enumerate(members))
+
+
+def test_rounds_stop_waiting() -> None:
+    """An optimizer that has not stepped for long is not waited for: the round closes with the others."""
+    rounds = Rounds()
+    for optimizer in (1, 2):
+        rounds.know(optimizer)
+    assert not rounds.stepped(1)
+    assert rounds.stepped(2)
+    rounds.close()
+    waited = 0
+    while not rounds.stepped(1):
+        rounds.close()
+        waited += 1
+    assert waited == 16
+
+
+def test_rounds_begin_anywhere() -> None:
+    """The first step has the number it is given."""
+    rounds = Rounds(10)
+    assert rounds.step == 10
+    assert not rounds.open
+    rounds.stepped(1)
+    assert rounds.open
+    rounds.close()
+    assert rounds.step == 11
