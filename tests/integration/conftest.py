@@ -1,0 +1,52 @@
+"""Scripts of these tests find ``truth.py`` beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from conftest import Runner
+from integration.truth import Observed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HERE = Path(__file__).parent
+
+
+def observe(folder: Path, script: str, *args: str, **config: object) -> Observed:
+    """Run one of the scripts of this folder under ``msmon run``."""
+    runner = integration_runner(folder)
+    finished = runner.monitored(HERE / script, *args, config=config)
+    assert finished.returncode == 0, finished.stderr
+    return Observed(finished, json.loads((folder / "truth.json").read_text()))
+
+
+def integration_runner(folder: Path) -> Runner:
+    runner = Runner(folder)
+    inherited = runner.environment.get("PYTHONPATH")
+    runner.environment["PYTHONPATH"] = os.pathsep.join([str(HERE), *([inherited] if inherited else [])])
+    runner.environment["TRUTH"] = str(folder / "truth.json")
+    return runner
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> Runner:
+    return integration_runner(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def observed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Observed]:
+    """``observe`` in a folder of its own; one run serves all tests that ask for the same."""
+    runs: dict[str, Observed] = {}
+
+    def run(script: str, *args: str, **config: object) -> Observed:
+        key = json.dumps([script, args, config], sort_keys=True)
+        if key not in runs:
+            runs[key] = observe(tmp_path_factory.mktemp(Path(script).stem), script, *args, **config)
+        return runs[key]
+
+    return run

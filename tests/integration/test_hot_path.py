@@ -1,0 +1,109 @@
+"""The training thread never waits, and pays only for what is collected: counted, not timed."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from integration.conftest import HERE, integration_runner
+
+if TYPE_CHECKING:
+    from conftest import Finished, Runner
+
+pytestmark = pytest.mark.slow
+
+HOST = {"aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::is_nonzero"}
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Finished]:
+    runner = integration_runner(tmp_path_factory.mktemp("hot_path"))
+    done = run(runner, "count_operators", "count_waits", "faults")
+    return json.loads((runner.folder / "truth.json").read_text()), done
+
+
+def run(runner: Runner, *parts: str) -> Finished:
+    done = runner.bare(HERE / "hot_path.py", *parts, MONITOR_OUTPUT_DIR=str(runner.output))
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_no_number_is_read_on_the_training_thread(counted: tuple[dict[str, Any], Finished]) -> None:
+    """A collected step reads no tensor's value on the training thread more than a bare step does."""
+    operators, _ = counted
+    bare, collected = (Counter(operators["count_operators"][name]) for name in ("bare", "collected"))
+    assert collected.total() > bare.total()
+    assert {name: collected[name] - bare[name] for name in HOST} == dict.fromkeys(HOST, 0)
+
+
+def test_steps_that_are_not_collected_run_no_operator(counted: tuple[dict[str, Any], Finished]) -> None:
+    """Outside the collected steps, before the first and after the last, the operators are those of a bare step."""
+    operators = counted[0]["count_operators"]
+    assert operators["not collected"] == operators["bare"]
+    assert operators["finished"] == operators["bare"]
+
+
+def test_one_packed_copy_a_step_and_one_writer_thread(counted: tuple[dict[str, Any], Finished]) -> None:
+    """A step's numbers leave in one copy, started on the training thread and waited for on the one writer thread."""
+    waits = counted[0]["count_waits"]
+    assert waits["copies"] == ["MainThread"] * 10
+    assert waits["waits"] == ["msmon-writer"] * 10
+    assert sorted(waits["threads"]) == ["msmon-signals", "msmon-writer"]
+
+
+def test_fault_is_said_once_and_training_goes_on(counted: tuple[dict[str, Any], Finished]) -> None:
+    """A kernel that raises switches each tap off with one line; the weights are those of the healthy run."""
+    faults, done = counted
+    assert faults["faults"]["True"] == faults["faults"]["False"]
+    lines = [line for line in done.stderr.splitlines() if "a fault of ours" in line]
+    assert len(lines) == 3
+    assert len({line.partition("switched off")[0] for line in lines}) == 3
+    assert all("switched off, training goes on: ZeroDivisionError" in line for line in lines)
+
+
+def test_nothing_grows(runner: Runner) -> None:
+    """From step 1,000 to step 10,000: no object, no thread, and no more than a few megabytes."""
+    run(runner, "grow")
+    sizes = json.loads((runner.folder / "truth.json").read_text())["grow"]
+    (objects, threads, resident), (objects_after, threads_after, resident_after) = sizes["first"], sizes["last"]
+    assert threads_after == threads
+    assert objects_after - objects < 500
+    assert resident_after - resident < 8
+
+
+NPU = """
+    import json, os, threading
+    import torch
+    import fake_npu
+
+    torch.manual_seed(0)
+    mode = fake_npu.install()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)).to("npu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    inputs = torch.randn(8, 4).to("npu")
+    main = threading.get_ident()
+    seen = []
+    for step in range(3):
+        fake_npu.SYNCHRONISED.clear()
+        optimizer.zero_grad()
+        model(inputs).pow(2).mean().backward()
+        optimizer.step()
+        seen.append([what for thread, what in fake_npu.SYNCHRONISED if thread == main])
+    print(json.dumps(seen))
+"""
+
+
+def test_npu_is_not_waited_for(runner: Runner) -> None:
+    """On a device 'npu', a monitored step brings nothing to the host on the training thread that a bare step does not."""
+    script = runner.write(NPU)
+    bare = runner.bare(script)
+    assert bare.returncode == 0, bare.stderr
+    done = runner.monitored(
+        script, config={"wg_distribution": True, "param_distribution": True, "mv_distribution": True}
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == json.loads(bare.stdout)
+    assert {row.step for row in done.rows("grad_reduced")} == {0, 1, 2}
+    assert all(row["norm"] > 0 for row in done.rows("exp_avg"))

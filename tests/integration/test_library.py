@@ -1,0 +1,373 @@
+"""``TrainerMon``: the calls, their arguments, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from integration.truth import batch, net
+
+from msmon import log
+from msmon.errors import ArgumentError, ConfigError, MsmonError
+from msmon.offline.reader import RecordedRow, read_kind, run_directories
+from msmon.pytorch import TrainerMon
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+class Room:
+    """Makes monitors that write into one folder, and reads back what they wrote."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.monitors: list[TrainerMon] = []
+
+    def monitor(self, *, params_have_main_grad: bool = False, **config: Any) -> TrainerMon:
+        path = self.folder / "monitor.json"
+        path.write_text(json.dumps({"wg_distribution": True, "ndigits": 16, **config}))
+        self.monitors.append(TrainerMon(path, params_have_main_grad=params_have_main_grad))
+        return self.monitors[-1]
+
+    def rows(self, kind: str) -> list[RecordedRow]:
+        for monitor in self.monitors:
+            monitor.close()
+        return [row for directory in run_directories(self.folder / "out") for row in read_kind(directory, kind)]
+
+
+@pytest.fixture
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
+    monkeypatch.setenv("MONITOR_OUTPUT_DIR", str(tmp_path / "out"))
+    monkeypatch.setattr(log, "_said", {})
+    made = Room(tmp_path)
+    yield made
+    for monitor in made.monitors:
+        monitor.close()
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: int = 2, first: int = 0) -> list[float]:
+    """Gradient norms of the first weight, step by step."""
+    norms = []
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        model(batch(step)).pow(2).mean().backward()
+        norms.append(float(next(iter(model.parameters())).grad.double().norm()))
+        optimizer.step()
+    return norms
+
+
+def model_and_optimizer(name: str = "Net") -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = net(name)
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def test_rows_of_a_training(room: Room) -> None:
+    """set_monitor(model, 1, optimizer): gradients step by step, counted from start_iteration (P7)."""
+    model, optimizer = model_and_optimizer()
+    room.monitor().set_monitor(model, 1, optimizer, start_iteration=10)
+    norms = train(model, optimizer, 3)
+    for kind in ("grad_reduced", "grad_unreduced"):
+        rows = [row for row in room.rows(kind) if row.name == "0.weight"]
+        assert [row.step for row in rows] == [10, 11, 12]
+        assert [row["norm"] for row in rows] == pytest.approx(norms)
+
+
+@pytest.mark.parametrize("arguments", [(), (1,)])
+def test_optimizer_may_come_second(room: Room, arguments: tuple[int, ...]) -> None:
+    """set_monitor(model, optimizer[, grad_acc_steps]) is understood, too."""
+    model, optimizer = model_and_optimizer()
+    room.monitor().set_monitor(model, optimizer, *arguments)  # type: ignore[arg-type]
+    train(model, optimizer)
+    assert len(room.rows("grad_reduced")) == 8
+
+
+def test_names_keep_the_prefixes_of_the_model_given(room: Room) -> None:
+    """Through the library names are those of the model given, wrapper prefixes included, as in the original."""
+    model, optimizer = model_and_optimizer()
+    wrapper = torch.nn.DataParallel(model)
+    room.monitor().set_monitor(wrapper, 1, optimizer)
+    train(model, optimizer)
+    assert {row.name for row in room.rows("grad_reduced")} == {f"module.{name}" for name, _ in model.named_parameters()}
+
+
+def test_targets_match_either_form_of_a_name(room: Room) -> None:
+    """A target matches names with and without wrapper prefixes."""
+    model, optimizer = model_and_optimizer()
+    wrapper = torch.nn.DataParallel(model)
+    room.monitor(targets={"0.weight": {}}).set_monitor(wrapper, 1, optimizer)
+    train(model, optimizer)
+    assert {row.name for row in room.rows("grad_reduced")} == {"module.0.weight"}
+
+
+def test_chunks_have_their_stage(room: Room) -> None:
+    """A list of chunks: equal names are told apart by vpp_stage."""
+    chunks = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)]
+    optimizer = torch.optim.SGD([p for chunk in chunks for p in chunk.parameters()], lr=0.1)
+    room.monitor().set_monitor(chunks, 1, optimizer)
+    train(torch.nn.Sequential(*chunks), optimizer, 1)
+    assert {(row.stage, row.name) for row in room.rows("grad_reduced")} == {
+        (stage, name) for stage in (0, 1) for name in ("weight", "bias")
+    }
+
+
+def test_micro_batches_as_the_user_counts_them(room: Room) -> None:
+    """grad_acc_steps is the user's word: a further backward pass of a step overwrites its last micro-batch."""
+    model, optimizer = model_and_optimizer()
+    room.monitor(monitor_mbs_grad=True).set_monitor(model, 2, optimizer)
+    for micro in range(3):
+        model(batch(micro)).mean().backward()
+    optimizer.step()
+    assert {row.micro_step for row in room.rows("grad_unreduced")} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("no module", 1, "optimizer"), "`model` must be a torch.nn.Module"),
+        (([], 1, "optimizer"), "`model` is an empty list"),
+        (("model", 0, "optimizer"), "`grad_acc_steps` must be a whole number, 1 or more"),
+        (("model", "two", "optimizer"), "`grad_acc_steps`"),
+        (("model", 1.5, "optimizer"), "`grad_acc_steps`"),
+        (("model", True, "optimizer"), "`grad_acc_steps`"),
+        (("model", 1, None), "`optimizer` must be a torch.optim.Optimizer"),
+        (("model", 1, "no optimizer"), "`optimizer`"),
+        (("model", 1, "optimizer", None, None, -1), "`start_iteration` must be a whole number, 0 or more"),
+    ],
+)
+def test_wrong_arguments_are_named(room: Room, arguments: tuple[Any, ...], named: str) -> None:
+    """A wrong argument is an ArgumentError (a TypeError) that names it, what is wanted and what came; nothing is watched."""
+    model, optimizer = model_and_optimizer()
+    real = [{"model": model, "optimizer": optimizer}.get(a, a) if isinstance(a, str) else a for a in arguments]
+    monitor = room.monitor()
+    with pytest.raises(ArgumentError) as caught:
+        monitor.set_monitor(*real)
+    assert named in str(caught.value)
+    assert isinstance(caught.value, (TypeError, MsmonError))
+    train(model, optimizer, 1)
+    assert not room.rows("grad_reduced")
+
+
+def test_wrong_constructor_arguments(room: Room) -> None:
+    """A missing file and a non-boolean flag are refused before anything is patched."""
+    backward = torch.autograd.backward
+    with pytest.raises(ConfigError, match="cannot read the file"):
+        TrainerMon(room.folder / "absent.json")
+    with pytest.raises(ArgumentError, match="params_have_main_grad"):
+        TrainerMon(room.folder / "absent.json", None, "yes")  # type: ignore[arg-type]
+    assert torch.autograd.backward is backward
+
+
+def test_ops_may_change_while_training(room: Room) -> None:
+    """Setting ops in the middle of a step: the step under way ends under the old ones, the next has the new columns."""
+    model, optimizer = model_and_optimizer()
+    monitor = room.monitor(ops=["norm"])
+    monitor.set_monitor(model, 1, optimizer)
+    train(model, optimizer, 1)
+    optimizer.zero_grad()
+    model(batch(1)).mean().backward()
+    monitor.ops = ["max", "min"]
+    assert monitor.ops == ["max", "min"]
+    optimizer.step()
+    train(model, optimizer, 1)
+    columns = {row.step: set(row.values) - {"shape", "dtype"} for row in room.rows("grad_unreduced")}
+    assert columns == {0: {"norm"}, 1: {"norm"}, 2: {"max", "min"}}
+
+
+def test_ops_set_before_training_hold_from_the_first_step(room: Room) -> None:
+    """Setting ops before anything was recorded applies at once; an unknown one is refused."""
+    model, optimizer = model_and_optimizer()
+    monitor = room.monitor(ops=["norm"])
+    monitor.set_monitor(model, 1, optimizer)
+    with pytest.raises(ConfigError, match="unknown value"):
+        monitor.ops = ["nrom"]
+    monitor.ops = ["mean"]
+    train(model, optimizer, 1)
+    assert {tuple(row.values) for row in room.rows("grad_reduced")} == {("mean", "shape", "dtype")}
+
+
+def test_current_gradients_on_request(room: Room) -> None:
+    """generate_wgrad_metrics: (reduced, unreduced) by name and statistic, as they are now; empty without wg_distribution."""
+    model, optimizer = model_and_optimizer()
+    monitor = room.monitor(ops=["norm", "max"])
+    monitor.set_monitor(model, 1, optimizer)
+    assert monitor.generate_wgrad_metrics() == ({}, {})
+    model(batch(0)).mean().backward()
+    true = {
+        name: {"norm": float(p.grad.double().norm()), "max": float(p.grad.max())}
+        for name, p in model.named_parameters()
+    }
+    for metrics in monitor.generate_wgrad_metrics():
+        assert {name: pytest.approx(values) for name, values in metrics.items()} == true
+    assert monitor.generate_xy_metrics() == ({}, {})
+    off = room.monitor(wg_distribution=False)
+    off.set_monitor(model, 1, optimizer)
+    assert off.generate_wgrad_metrics() == ({}, {})
+
+
+def test_calls_that_go_away_work_and_warn_once(room: Room, capsys: pytest.CaptureFixture[str]) -> None:
+    """set_wrapped_optimizer and monitor_gnorm_with_ad work, and name set_monitor once each."""
+    for name in ("A", "B"):
+        model, optimizer = model_and_optimizer(name)
+        monitor = room.monitor()
+        monitor.set_wrapped_optimizer(optimizer)
+        monitor.monitor_gnorm_with_ad(model, 1)
+        train(model, optimizer, 1)
+    assert len(room.rows("grad_reduced")) == 8
+    said = capsys.readouterr().err
+    assert said.count("set_wrapped_optimizer goes away: pass the optimizer to set_monitor") == 1
+    assert said.count("monitor_gnorm_with_ad goes away: call set_monitor") == 1
+
+
+def test_main_grad_where_there_is_none(room: Room, capsys: pytest.CaptureFixture[str]) -> None:
+    """B24: the default params_have_main_grad=True on a plain model reads .grad and says so once."""
+    for name in ("A", "B"):
+        model, optimizer = model_and_optimizer(name)
+        room.monitor(params_have_main_grad=True).set_monitor(model, 1, optimizer)
+        norms = train(model, optimizer, 1)
+    assert [row["norm"] for row in room.rows("grad_reduced") if row.name == "0.weight"][-1:] == pytest.approx(norms)
+    assert capsys.readouterr().err.count("no parameter has main_grad: reading .grad") == 1
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_main_grad_where_there_is_one(room: Room, flag: bool) -> None:
+    """With main_grad on the parameters it is the reduced gradient, unless params_have_main_grad says no."""
+    model, optimizer = model_and_optimizer()
+    for parameter in model.parameters():
+        parameter.main_grad = torch.full_like(parameter, 3.0)
+    room.monitor(params_have_main_grad=flag).set_monitor(model, 1, optimizer)
+    norms = train(model, optimizer, 1)
+    (row,) = (row for row in room.rows("grad_reduced") if row.name == "0.weight")
+    assert row["norm"] == pytest.approx(3.0 * 12**0.5 if flag else norms[0])
+
+
+def test_wrapper_around_the_optimizer_is_looked_into(room: Room) -> None:
+    """A wrapper with .optimizer, as frameworks make them, is accepted."""
+    model, optimizer = model_and_optimizer()
+    wrapper = type("Wrapper", (), {})()
+    wrapper.optimizer = optimizer
+    room.monitor().set_monitor(model, 1, wrapper)
+    train(model, optimizer)
+    assert len(room.rows("grad_reduced")) == 8
+
+
+def test_second_call_for_a_model_goes_on(room: Room) -> None:
+    """B6: watching a model again, with the same optimizer or a new one, goes on with its count and writes each row once."""
+    model, optimizer = model_and_optimizer()
+    monitor = room.monitor()
+    monitor.set_monitor(model, 1, optimizer)
+    train(model, optimizer)
+    monitor.set_monitor(model, 1, optimizer)
+    train(model, optimizer, 1)
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor.set_monitor(model, 1, other)
+    train(model, other, 2)
+    keys = [(row.name, row.step) for row in room.rows("grad_reduced")]
+    assert len(keys) == len(set(keys)) == 4 * 5
+
+
+def test_optimizer_inside_the_one_given_counts(room: Room) -> None:
+    """An optimizer whose own step is never called (SAM): the steps of the one on the same parameters are recorded."""
+    model, outer = model_and_optimizer()
+    room.monitor().set_monitor(model, 1, outer)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
+    assert {row.step for row in room.rows("grad_reduced")} == {0, 1, 2}
+
+
+def test_two_monitors_on_one_model(room: Room) -> None:
+    """Two monitors on shared parameters both have all their rows."""
+    model, optimizer = model_and_optimizer()
+    for _ in range(2):
+        room.monitor().set_monitor(model, 1, optimizer)
+    train(model, optimizer, 2)
+    assert len(room.rows("grad_unreduced")) == 2 * 2 * 4
+
+
+def test_two_models_in_one_monitor(room: Room) -> None:
+    """Two pairs of model and optimizer: the second's names begin with its class, so that no row is taken for another's."""
+    monitor = room.monitor()
+    pairs = [model_and_optimizer("First"), model_and_optimizer("Second")]
+    for model, optimizer in pairs:
+        monitor.set_monitor(model, 1, optimizer)
+    norms = [train(model, optimizer, 1, first=number) for number, (model, optimizer) in enumerate(pairs)]
+    found = {row.name: row["norm"] for row in room.rows("grad_reduced")}
+    assert len(found) == 8
+    assert [found["0.weight"], found["Second.0.weight"]] == pytest.approx([norm for (norm,) in norms])
+
+
+def test_current_gradients_of_chunks(room: Room) -> None:
+    """generate_wgrad_metrics of several chunks tells equal names apart by their stage."""
+    chunks = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)]
+    monitor = room.monitor()
+    monitor.set_monitor(chunks, 1, torch.optim.SGD([p for chunk in chunks for p in chunk.parameters()], lr=0.1))
+    torch.nn.Sequential(*chunks)(batch(0)).sum().backward()
+    for metrics in monitor.generate_wgrad_metrics():
+        assert metrics.keys() == {f"{stage}:{name}" for stage in (0, 1) for name in ("weight", "bias")}
+
+
+def test_closing_writes_the_step_under_way(room: Room) -> None:
+    """close() loses nothing: a backward pass whose step has not come is written as an incomplete step."""
+    model, optimizer = model_and_optimizer()
+    monitor = room.monitor()
+    monitor.set_monitor(model, 1, optimizer)
+    train(model, optimizer, 1)
+    optimizer.zero_grad()
+    model(batch(5)).mean().backward()
+    monitor.close()
+    assert {row.step for row in room.rows("grad_unreduced")} == {0, 1}
+    assert {row.step for row in room.rows("grad_reduced")} == {0}
+
+
+def traces() -> dict[str, Any]:
+    """Everything global that a monitor might change."""
+    optimizer_module = sys.modules[torch.optim.Optimizer.__module__]
+    owners = (torch, torch.autograd, torch.optim.Optimizer, torch.amp.GradScaler, torch.utils.hooks, torch.nn.Module)
+    return {
+        **{
+            f"{owner.__name__}.{key}": id(value)
+            for owner in owners
+            for key, value in vars(owner).items()
+            if callable(value)
+        },
+        "step hooks": (
+            list(optimizer_module._global_optimizer_pre_hooks),
+            list(optimizer_module._global_optimizer_post_hooks),
+        ),
+        "module hooks": [
+            len(v) for k, v in vars(torch.nn.modules.module).items() if k.startswith("_global") and isinstance(v, dict)
+        ],
+        "threads": sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("msmon")),
+        "signals": [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)],
+        "wakeup": _wakeup(),
+    }
+
+
+def _wakeup() -> int:
+    descriptor = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(descriptor)
+    return descriptor
+
+
+def test_attaching_and_detaching_leaves_no_trace(room: Room) -> None:
+    """Ten times attach, train, detach: patches, hooks, handlers, threads and descriptors are as before, each time."""
+    model, optimizer = model_and_optimizer()
+    train(model, optimizer, 1)
+    before = traces()
+    for _ in range(10):
+        monitor = room.monitor(param_distribution=True, mv_distribution=True)
+        monitor.set_monitor(model, 1, optimizer)
+        train(model, optimizer, 2)
+        assert traces() != before
+        monitor.close()
+        for thread in [thread for thread in threading.enumerate() if thread.name.startswith("msmon")]:
+            thread.join(30)
+        now = traces()
+        assert {key for key in now if now[key] != before[key]} == set()
+        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+        assert not optimizer._optimizer_step_pre_hooks
