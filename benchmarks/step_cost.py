@@ -84,7 +84,7 @@ class Worker:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    original = os.environ.get("MSMON_COMPAT_PYTHON")
+    original = os.environ.get("MSMON_COMPAT_PYTHON", "") and str(Path(os.environ["MSMON_COMPAT_PYTHON"]).absolute())
     rounds = max(1, arguments.steps // arguments.block)
     with tempfile.TemporaryDirectory() as folder:
         workers = start_workers(arguments, original, Path(folder))
