@@ -12,7 +12,7 @@ import math
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from msmon.record.table import Row
@@ -76,25 +76,28 @@ class CsvSink:
         lines: dict[str, list[list[object]]] = {}
         numbers = step.numbers.tolist()
         for order, (row, values) in enumerate(zip(step.rows, numbers, strict=True)):
-            lines.setdefault(row.kind, []).append(self._line(row, step.step, order, values))
+            cells: list[object] = [row.stage, row.name, step.step]
+            if row.micro_step is not None:
+                cells.append(row.micro_step)
+            cells += self._cells(row, order, values)
+            lines.setdefault(row.kind, []).append(cells)
         return lines
 
-    def _line(self, row: Row, step: int, order: int, values: list[float]) -> list[object]:
-        described = {"shape": list(row.shape), "dtype": row.dtype, "id": order}
-        computed = dict(zip(self._statistics, values, strict=True))
-        cells: list[object] = [row.stage, row.name, step]
-        if row.micro_step is not None:
-            cells.append(row.micro_step)
+    def _cells(self, row: Row, order: int, values: list[float]) -> Iterator[object]:
+        numbers = zip(self._statistics, values, strict=True)
         for column in self._columns:
-            if column in described:
-                cells.append(described[column])
-            elif row.empty and column not in {"norm", "nans"}:
-                cells.append("")
-            elif column == "nans":
-                cells.append(int(computed[column]))
+            if column == "shape":
+                yield list(row.shape)
+            elif column == "dtype":
+                yield row.dtype
+            elif column == "id":
+                yield order
             else:
-                cells.append(format_number(computed[column], self._ndigits))
-        return cells
+                statistic, value = next(numbers)
+                if statistic == "nans":
+                    yield int(value)
+                else:
+                    yield "" if row.empty and statistic != "norm" else format_number(value, self._ndigits)
 
     def _step_line(self, step: RecordedStep) -> list[object]:
         scale = "" if math.isnan(step.grad_scale) else format_number(step.grad_scale, self._ndigits)
@@ -106,7 +109,9 @@ def format_number(value: float, ndigits: int) -> str:
 
     ``nan``, ``inf`` and ``-inf`` are written as such.
     """
-    rounded = round(value, ndigits) if math.isfinite(value) else value
+    if value - value != 0:  # nan, inf or -inf: rounding knows none of them
+        return repr(value)
+    rounded = round(value, ndigits)
     if rounded == 0 and value != 0:
         return repr(float(f"{value:.{max(ndigits - 1, 0)}e}"))
     return repr(rounded)

@@ -43,32 +43,58 @@ _AS_FLOAT32 = frozenset(
 class HostKernel:
     """See :class:`msmon.backends.base.Kernel`. Tensors must be in host memory."""
 
+    def __init__(self) -> None:
+        self._plan = _Plan((), 0.0)
+
     @torch.no_grad()
     def reduce(
         self, tensors: Sequence[Tensor], statistics: Sequence[Statistic], eps: float, *, divisor: Tensor | None = None
     ) -> Tensor:
         """See :meth:`msmon.backends.base.Kernel.reduce`."""
         scale = 1.0 if divisor is None else float(divisor.numpy(force=True).reshape(()))
+        plan = self._plan
+        if plan.statistics != tuple(statistics) or plan.eps != eps * scale:
+            plan = self._plan = _Plan(tuple(statistics), eps * scale)
         numbers = np.empty((len(tensors), len(statistics)))
         with np.errstate(all="ignore"):
-            for line, tensor in zip(numbers, tensors, strict=True):
-                line[:] = _Totals(statistics, eps * scale).of(tensor).results(scale)
+            for line, tensor in enumerate(tensors):
+                numbers[line] = _Totals(plan).of(tensor).results(scale)
         return torch.from_numpy(numbers)
 
 
-class _Totals:
-    """What the pieces of one tensor add up to.
+class _Plan:
+    """What is asked for, looked up once: which passes are needed, and the order of the results.
 
     Args:
-        statistics: Which are asked for; only what they need is computed.
+        statistics: In the order of the columns.
         eps: Threshold of ``zeros``.
     """
 
-    def __init__(self, statistics: Sequence[Statistic], eps: float) -> None:
-        self._statistics = statistics
-        self._eps = eps
-        self._wanted = frozenset(statistics)
-        self._squares = Statistic.NORM in self._wanted or Statistic.NANS in self._wanted
+    def __init__(self, statistics: tuple[Statistic, ...], eps: float) -> None:
+        self.statistics = statistics
+        self.eps = eps
+        self.order = tuple(list(Statistic).index(statistic) for statistic in statistics)
+        self.low, self.high = Statistic.MIN in statistics, Statistic.MAX in statistics
+        self.mean, self.zeros = Statistic.MEAN in statistics, Statistic.ZEROS in statistics
+        self.squares = Statistic.NORM in statistics or Statistic.NANS in statistics
+        self._thresholds: dict[np.dtype[Any], Any] = {}
+
+    def threshold(self, dtype: np.dtype[Any]) -> Any:  # noqa: ANN401 - a number of that dtype
+        """The smallest number of a dtype that is not below ``eps``: comparing with it is comparing with ``eps`` exactly."""
+        found = self._thresholds.get(dtype)
+        if found is None:
+            found = dtype.type(self.eps)
+            if float(found) < self.eps:
+                found = np.nextafter(found, dtype.type(np.inf))
+            self._thresholds[dtype] = found
+        return found
+
+
+class _Totals:
+    """What the pieces of one tensor add up to."""
+
+    def __init__(self, plan: _Plan) -> None:
+        self._plan = plan
         self.count = 0
         self.low, self.high = math.inf, -math.inf
         self.sum = self.zeros = self.nans = 0.0
@@ -86,28 +112,28 @@ class _Totals:
         return self
 
     def _add(self, part_N: NDArray[Any]) -> None:
-        wanted = self._wanted
-        if Statistic.MIN in wanted:
-            self.low = _least(self.low, float(part_N.min()))
-        if Statistic.MAX in wanted:
-            self.high = _most(self.high, float(part_N.max()))
-        if Statistic.ZEROS in wanted:
-            self.zeros += int(np.count_nonzero(np.abs(part_N) < _threshold(self._eps, part_N.dtype)))
-        if self._squares or Statistic.MEAN in wanted:
+        plan = self._plan
+        if plan.low:
+            self.low = _least(self.low, float(np.minimum.reduce(part_N)))
+        if plan.high:
+            self.high = _most(self.high, float(np.maximum.reduce(part_N)))
+        if plan.zeros:
+            self.zeros += int(np.count_nonzero(np.abs(part_N) < plan.threshold(part_N.dtype)))
+        if plan.squares or plan.mean:
             wide_N = part_N.astype(np.float64, copy=False)
-            if Statistic.MEAN in wanted:
-                self.sum += float(wide_N.sum())
-            if self._squares:
+            if plan.mean:
+                self.sum += float(np.add.reduce(wide_N))
+            if plan.squares:
                 self._add_squares(wide_N)
 
     def _add_squares(self, wide_N: NDArray[np.float64]) -> None:
         squares = _sum_of_squares(wide_N)
-        if math.isnan(squares):
-            self.nans += int(np.count_nonzero(np.isnan(wide_N)))
         if _SAFE_SQUARES[0] < squares < _SAFE_SQUARES[1]:
             self.norms.append(math.sqrt(squares))
             return
-        largest = float(np.abs(wide_N).max())
+        if math.isnan(squares):
+            self.nans += int(np.count_nonzero(np.isnan(wide_N)))
+        largest = float(np.maximum.reduce(np.abs(wide_N)))
         if largest == 0 or not math.isfinite(largest):
             self.norms.append(largest)
             return
@@ -117,15 +143,15 @@ class _Totals:
         """The statistics in the order asked for, of the tensor divided by ``scale``."""
         empty = self.count == 0
         count = self.count or math.nan
-        found = {
-            Statistic.MIN: math.nan if empty else self.low / scale,
-            Statistic.MAX: math.nan if empty else self.high / scale,
-            Statistic.NORM: _hypotenuse(self.norms) / scale,
-            Statistic.MEAN: self.sum / count / scale,
-            Statistic.ZEROS: self.zeros / count,
-            Statistic.NANS: self.nans,
-        }
-        return [found[statistic] for statistic in self._statistics]
+        in_order_of_definition = (
+            math.nan if empty else self.low / scale,
+            math.nan if empty else self.high / scale,
+            _hypotenuse(self.norms) / scale,
+            self.sum / count / scale,
+            self.zeros / count,
+            self.nans,
+        )
+        return [in_order_of_definition[place] for place in self._plan.order]
 
 
 def _as_array(part_N: Tensor) -> NDArray[Any]:
@@ -148,19 +174,10 @@ def _as_array(part_N: Tensor) -> NDArray[Any]:
 
 
 def _sum_of_squares(wide_N: NDArray[np.float64]) -> float:
-    return sum(
-        float(np.dot(part_N, part_N))
-        for start in range(0, wide_N.size, _UNTHREADED)
-        for part_N in (wide_N[start : start + _UNTHREADED],)
-    )
-
-
-def _threshold(eps: float, dtype: np.dtype[Any]) -> Any:  # noqa: ANN401 - a number of that dtype
-    """The smallest number of a dtype that is not below ``eps``: comparing with it is comparing with ``eps`` exactly."""
-    if dtype.kind != "f" or dtype.itemsize == np.dtype(np.float64).itemsize:
-        return eps
-    rounded = dtype.type(eps)
-    return rounded if float(rounded) >= eps else np.nextafter(rounded, dtype.type(np.inf))
+    if wide_N.size <= _UNTHREADED:
+        return float(np.dot(wide_N, wide_N))
+    parts = (wide_N[start : start + _UNTHREADED] for start in range(0, wide_N.size, _UNTHREADED))
+    return sum(float(np.dot(part_N, part_N)) for part_N in parts)
 
 
 def _least(first: float, second: float) -> float:
