@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 COMPAT_VENV := .compat-venv
 JOBS ?= 2
-DEMO_OUTPUT := monitor_output
+DEMO_OUTPUT := demo_output
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-fast test-compat lint format docs bench pin clean

@@ -37,9 +37,7 @@ def unavailable(config: MonitorConfig, *, dynamic: bool = False) -> list[Problem
     if config.format != "csv":
         problems.append(_refuse("format", config.format, f"the format {config.format}", 'use "csv"'))
     if dynamic:
-        problems.append(
-            _refuse("dynamic_on", config.dynamic_on, "dynamic start and stop", "unset DYNAMIC_MONITOR or --dynamic")
-        )
+        problems.append(_refuse("dynamic_on", MISSING, "dynamic start and stop", "unset DYNAMIC_MONITOR or --dynamic"))
     return problems
 
 

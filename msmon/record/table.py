@@ -38,6 +38,9 @@ class Row(NamedTuple):
 class PendingNumbers(Protocol):
     """Numbers that a device may still be computing or copying."""
 
+    def ready(self) -> bool:
+        """Whether they have been computed and copied, without waiting for it."""
+
     def wait(self) -> NDArray[np.float64]:
         """Block until they are on the host. Called on the writer thread only."""
 

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 STALL_LIMIT = 5.0
 """Seconds that a training step waits for the disk before msmon gives up waiting in this run."""
 
+IN_FLIGHT = 8
+"""Tables that may wait for a device."""
+
 EXIT_LIMIT = 30.0
 """Seconds that the end of the process waits for the last rows."""
 
@@ -26,8 +29,10 @@ class Writer:
     """Writes step tables in the background, one at a time.
 
     Handing over a table waits until the one before it is written. In a real training that has long happened; it is
-    what bounds memory and keeps the promise that a row is on disk before the next step ends. A disk that hangs stops
-    the waiting once, for :data:`STALL_LIMIT`; from then on tables that find the writer busy are dropped and counted.
+    what bounds memory and keeps the promise that a row is on disk before the next step ends. It never waits for a
+    device: while that still computes a table, up to :data:`IN_FLIGHT` may queue behind it. A disk that hangs stops the
+    waiting after :data:`STALL_LIMIT`; tables that find the writer busy are then dropped and counted, until it has
+    caught up.
 
     Args:
         sink: Where steps go.
@@ -49,12 +54,14 @@ class Writer:
         if self._stalled and self._tables:
             self.dropped += 1
             return
+        self._stalled = False
         self._tables.append(table)
         self._wake_up()
-        if not self._stalled and not self._wait(STALL_LIMIT, unwritten=1):
+        if not self._wait(STALL_LIMIT, unwritten=1):
             self._stalled = True
             log.say(
-                f"writing takes over {STALL_LIMIT:.0f} s a step: from now on steps are left out rather than waited for"
+                f"writing takes over {STALL_LIMIT:.0f} s a step: steps are left out until the disk has caught up",
+                once="stalled",
             )
 
     def drain(self, limit: float = EXIT_LIMIT) -> bool:
@@ -91,12 +98,18 @@ class Writer:
 
     def _wait(self, limit: float, *, unwritten: int) -> bool:
         deadline = time.monotonic() + limit
-        while len(self._tables) > unwritten:
+        while len(self._tables) > unwritten and not (unwritten and self._device_is_busy()):
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return False
             self._progress.acquire(timeout=min(remaining, 0.1))
         return True
+
+    def _device_is_busy(self) -> bool:
+        try:
+            return len(self._tables) <= IN_FLIGHT and not self._tables[0].numbers.ready()
+        except IndexError:  # it was written this very moment
+            return False
 
     def _loop(self) -> None:
         while self._wake.get():

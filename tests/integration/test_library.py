@@ -14,7 +14,7 @@ from integration.truth import batch, net
 
 from msmon import log
 from msmon.errors import ArgumentError, ConfigError, MsmonError
-from msmon.offline.reader import RecordedRow, read_kind, run_directories
+from msmon.offline.reader import RecordedRow, read_kind, read_steps, run_directories
 from msmon.pytorch import TrainerMon
 
 if TYPE_CHECKING:
@@ -371,3 +371,103 @@ def test_attaching_and_detaching_leaves_no_trace(room: Room) -> None:
         assert {key for key in now if now[key] != before[key]} == set()
         assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
         assert not optimizer._optimizer_step_pre_hooks
+
+
+def steps_of(room: Room) -> list[dict[str, str]]:
+    for monitor in room.monitors:
+        monitor.close()
+    return [line for directory in run_directories(room.folder / "out") for line in read_steps(directory)]
+
+
+def test_another_default_device(room: Room) -> None:
+    """A default device that is not the CPU changes nothing for a model that is on the CPU."""
+    model = net("Net")
+    torch.set_default_device("meta")
+    try:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        room.monitor().set_monitor(model, grad_acc_steps=1, optimizer=optimizer)
+        for step in range(2):
+            optimizer.zero_grad()
+            model(batch_on_cpu(step)).pow(2).mean().backward()
+            optimizer.step()
+    finally:
+        torch.set_default_device(None)
+    assert {row.step for row in room.rows("grad_unreduced")} == {0, 1}
+
+
+def batch_on_cpu(step: int) -> torch.Tensor:
+    return torch.randn(8, 4, generator=torch.Generator("cpu").manual_seed(step), device="cpu")
+
+
+def test_an_optimizer_with_attributes_of_its_own(room: Room, capsys: pytest.CaptureFixture[str]) -> None:
+    """What an optimizer calls ``grad_scale`` and ``found_inf`` itself is not taken for what a GradScaler leaves there."""
+
+    class Own(torch.optim.Optimizer):
+        grad_scale, found_inf = 4.0, False
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.sub_(parameter.grad, alpha=group["lr"])
+
+    model = net("Net")
+    optimizer = Own(model.parameters(), {"lr": 0.1})
+    room.monitor().set_monitor(model, grad_acc_steps=1, optimizer=optimizer)
+    norms = train(model, optimizer)
+    name = "0.weight"
+    assert [row["norm"] for row in room.rows("grad_reduced") if row.name == name] == pytest.approx(norms, rel=1e-12)
+    assert "switched off" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("of_module", [True, False])
+def test_gradients_thrown_away_in_place(room: Room, of_module: bool) -> None:
+    """A pass whose gradients are zeroed in place, by the module or the optimizer, is no micro-batch of the step."""
+    model = net("Net")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    room.monitor(monitor_mbs_grad=True).set_monitor(model, grad_acc_steps=2, optimizer=optimizer)
+    for step in range(2):
+        model(batch(100 + step)).pow(2).mean().backward()
+        (model if of_module else optimizer).zero_grad(set_to_none=False)
+        model(batch(step)).pow(2).mean().backward()
+        optimizer.step()
+        model.zero_grad()
+    assert {row.micro_step for row in room.rows("grad_unreduced")} == {0}
+    assert [line["micro_steps"] for line in steps_of(room)] == ["1", "1"]
+
+
+class Meeting(torch.autograd.Function):
+    """Lets two backward passes wait for each other in their middle."""
+
+    barrier = threading.Barrier(2)
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        Meeting.barrier.wait(60)
+        return gradient
+
+
+def test_backward_passes_of_two_threads_at_once(room: Room) -> None:
+    """Two models trained in two threads at the same time have one micro-batch a step each."""
+    models = [net("First"), net("Second")]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    monitor = room.monitor()
+    for model, optimizer in zip(models, optimizers, strict=True):
+        monitor.set_monitor(model, grad_acc_steps=1, optimizer=optimizer)
+
+    def work(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(5):
+            optimizer.zero_grad()
+            model[2](Meeting.apply(model[1](model[0](batch(step))))).pow(2).mean().backward()
+            optimizer.step()
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(models, optimizers, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [line["micro_steps"] for line in steps_of(room)] == ["1"] * 10

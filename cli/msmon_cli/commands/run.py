@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import re
 from pathlib import Path  # noqa: TC003 - Typer reads the annotations
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from msmon.errors import ConfigError
 from msmon_cli import console
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 WHAT, SELECTION, OUTPUT = "What to watch", "Selection", "Output"
+OPTIONS = {
+    "xy_distribution": "--activations",
+    "ops": "--ops",
+    "step_interval": "--every",
+    "start_step": "--start",
+    "collect_times": "--times",
+    "module_ranks": "--ranks",
+    "dynamic_on": "--dynamic",
+    "format": "--format",
+    "ndigits": "--ndigits",
+}
+"""Key of the configuration → the option that sets it."""
+
 ALL_STATISTICS = ["min", "max", "norm", "mean", "zeros", "nans"]
 
 
@@ -163,7 +183,8 @@ def run(  # noqa: PLR0917 - Typer calls it by name
     if config is None and not any(key.endswith("_distribution") for key in options):
         options["wg_distribution"] = True
         options.setdefault("ops", ALL_STATISTICS)
-    checked = parse_config(options, dynamic=dynamic or None)  # by themselves: what is wrong here is not in the file
+    with _naming_options():  # by themselves: what is wrong here is not in the file
+        checked = parse_config(options, dynamic=dynamic or None)
     if config is not None:
         checked = parse_config({**read_document(config), **options}, source=str(config))
     environment, notes = launch.prepare_environment(
@@ -174,6 +195,19 @@ def run(  # noqa: PLR0917 - Typer calls it by name
     for note in [*notes, *launch.warnings_about(command)]:
         console.show_warning(note)
     launch.run_command(executable, command, environment)
+
+
+@contextlib.contextmanager
+def _naming_options() -> Iterator[None]:
+    """Problems of values that came from the command line are named after its options."""
+    try:
+        yield
+    except ConfigError as error:
+        problems = [
+            dataclasses.replace(problem, path=OPTIONS.get(re.split(r"[.\[]", problem.path)[0], problem.path))
+            for problem in error.problems
+        ]
+        raise ConfigError(error.source, problems) from None
 
 
 def _as_document(**options: object) -> dict[str, Any]:

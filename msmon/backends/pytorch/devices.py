@@ -26,6 +26,11 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
     return torch.float64 if device.type in _FLOAT64 else torch.float32
 
 
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured: what is launched then runs at every replay, and nothing may be copied."""
+    return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
 class Arriving:
     """Numbers on their way to the host, in one packed copy a device.
 
@@ -42,6 +47,13 @@ class Arriving:
             by_device.setdefault(part.device, []).append(part)
             self._places.append((part.device, len(part)))
         self._copies = {device: _start_copy(packed) for device, packed in by_device.items()}
+
+    def ready(self) -> bool:
+        """Whether the numbers are here, without waiting for them."""
+        return all(
+            event is None or bool(event.query())  # type: ignore[no-untyped-call]
+            for _, event in self._copies.values()
+        )
 
     def wait(self) -> NDArray[np.float64]:
         """Block until the numbers are here. Called on the writer thread only."""
@@ -75,10 +87,13 @@ def _start_copy(parts: list[Tensor]) -> tuple[Tensor, torch.cuda.Event | None]:
     packed = parts[0] if len(parts) == 1 else torch.cat(parts)
     if packed.device.type not in _PINNED:
         return packed, None
-    host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+    stream = torch.cuda.current_stream(packed.device)
+    for part in parts:  # gradients of a backward pass may come from another stream
+        part.record_stream(stream)
+    host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
     host.copy_(packed, non_blocking=True)
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(packed.device))
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
     return host, event
 
 

@@ -6,6 +6,8 @@ Optimizer steps come from torch's public global step hooks, so ``optimizer.step`
 
 from __future__ import annotations
 
+import itertools
+import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -17,6 +19,7 @@ from msmon.runtime.ledger import Ledger
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch.nn import Module
     from torch.optim import Optimizer
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -28,8 +31,8 @@ class Listener(Protocol):
     def backward_begins(self) -> None:
         """An outermost backward pass that accumulates gradients begins."""
 
-    def gradients_zeroed(self, optimizer: Optimizer) -> None:
-        """``optimizer.zero_grad()`` was called."""
+    def gradients_zeroed(self, owner: Optimizer | Module) -> None:
+        """``owner.zero_grad()`` was called."""
 
     def step_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """``optimizer.step(*args[1:], **kwargs)`` begins; may return other arguments (a wrapped closure)."""
@@ -43,8 +46,11 @@ class Listener(Protocol):
 
 _listeners: list[Listener] = []
 _ledger = Ledger()
-_backward_serial = 0
-_inside_backward = 0
+_serials = itertools.count()
+_passes: dict[int, int] = {}
+"""Backward passes under way: the thread that called each, and its number."""
+
+_is_compiling = getattr(torch.compiler, "is_compiling", lambda: False)  # torch 2.1 and 2.2 do not have it
 
 
 def subscribe(listener: Listener) -> None:
@@ -66,10 +72,14 @@ def current_backward() -> tuple[str, int]:
     """Identifies the backward pass that a gradient hook runs in.
 
     A pass begun through ``torch.autograd.backward`` (as ``Tensor.backward`` does) has one identity, nested passes of
-    reentrant checkpointing included. One begun in another way is known by autograd's number for it.
+    reentrant checkpointing included, also in autograd's own threads as long as it is the only one under way. One begun
+    in another way is known by autograd's number for it.
     """
-    if _inside_backward:
-        return "pass", _backward_serial
+    under_way = _passes.get(threading.get_ident())
+    if under_way is None and len(_passes) == 1:
+        under_way = next(iter(_passes.values()), None)
+    if under_way is not None:
+        return "pass", under_way
     return "task", torch._C._current_graph_task_id()  # noqa: SLF001 - autograd has no public name for it
 
 
@@ -80,6 +90,7 @@ def _install() -> None:
     _ledger.keep(register_optimizer_step_post_hook(_step_ends))
     _ledger.patch(torch.autograd, "backward", _wrap_backward)
     _ledger.patch(torch.optim.Optimizer, "zero_grad", _wrap_zero_grad)
+    _ledger.patch(torch.nn.Module, "zero_grad", _wrap_zero_grad)
     for scaler in _scaler_classes():
         _ledger.patch(scaler, "step", _wrap_scaler_step)
 
@@ -92,17 +103,16 @@ def _scaler_classes() -> list[type]:
 
 def _wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     def backward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passes on whatever torch takes and returns
-        global _backward_serial, _inside_backward  # noqa: PLW0603 - one autograd engine a process
-        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:  # noqa: SLF001
+        if _is_compiling() or torch._C._current_graph_task_id() != -1:  # noqa: SLF001
             return original(*args, **kwargs)
-        _backward_serial += 1
         for listener in tuple(_listeners):
             listener.backward_begins()
-        _inside_backward += 1
+        thread = threading.get_ident()
+        _passes[thread] = next(_serials)
         try:
             return original(*args, **kwargs)
         finally:
-            _inside_backward -= 1
+            del _passes[thread]
 
     return backward
 
@@ -117,9 +127,9 @@ def _wrap_compile(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
-    def zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passes on whatever torch takes and returns
+    def zero_grad(self: Optimizer | Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passes on whatever torch takes and returns
         result = original(self, *args, **kwargs)
-        if not torch.compiler.is_compiling():
+        if not _is_compiling():
             for listener in tuple(_listeners):
                 listener.gradients_zeroed(self)
         return result

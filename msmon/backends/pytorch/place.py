@@ -31,6 +31,9 @@ def shared_run_id(session: int) -> str:
     if named or not (dist.is_available() and dist.is_initialized()):
         return run_id()
     proposal = secrets.token_hex(4)
-    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch offers no other way to the store
-    answer: bytes = store.compare_set(f"msmon/run_id/{session}", "", proposal)
+    try:
+        store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch offers no other way to the store
+        answer: bytes = store.compare_set(f"msmon/run_id/{session}", "", proposal)
+    except Exception:  # noqa: BLE001 - a group without a store (MPI), or one that is gone: each rank has its own id
+        return proposal
     return answer.decode() or proposal

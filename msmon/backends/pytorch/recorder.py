@@ -78,6 +78,10 @@ class _Packed:
     def __init__(self, parts: Sequence[Tensor]) -> None:
         self._arriving = Arriving(parts, 0)
 
+    def ready(self) -> bool:
+        """Whether the numbers are here, without waiting for them."""
+        return self._arriving.ready()
+
     @functools.cached_property
     def numbers(self) -> NDArray[np.float64]:
         """Blocks until they are here; asked for on the writer thread only."""
@@ -90,6 +94,9 @@ class _Part(NamedTuple):
     packed: _Packed
     place: slice
     shape: tuple[int, ...]
+
+    def ready(self) -> bool:
+        return self.packed.ready()
 
     def wait(self) -> NDArray[np.float64]:
         return self.packed.numbers[self.place].reshape(self.shape)

@@ -24,6 +24,7 @@ import torch
 from msmon import env, log
 from msmon.backends.pytorch import events
 from msmon.backends.pytorch.adapters import choose_adapter
+from msmon.backends.pytorch.devices import capturing
 from msmon.backends.pytorch.kernels.choose import choose_kernel
 from msmon.backends.pytorch.place import current_place, shared_run_id
 from msmon.backends.pytorch.run_report import describe_model, run_report
@@ -202,14 +203,13 @@ class Session:
             self._on_training(None)
         if self.watches and self.place is None:
             self._arrive()
-        for watch in self.watches:
+        for watch in list(self.watches):
             watch.backward_begins()
 
-    def gradients_zeroed(self, optimizer: Optimizer) -> None:
+    def gradients_zeroed(self, owner: Optimizer | Module) -> None:
         """See :class:`msmon.backends.pytorch.events.Listener`."""
-        watch = self.find(optimizer)
-        if watch is not None:
-            self.guard.run(watch.gradients_zeroed, optimizer)
+        for watch in list(self.watches):
+            self.guard.run(watch.gradients_zeroed, owner)
 
     def step_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """See :class:`msmon.backends.pytorch.events.Listener`."""
@@ -217,6 +217,9 @@ class Session:
 
     def _step_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         self._leave_abandoned_steps(starting=optimizer)
+        if capturing():
+            log.say("a CUDA graph is being captured: steps inside it are not recorded", once="capturing")
+            return None
         watch = self.find(optimizer)
         if watch is None and self._on_training is not None:
             self._on_training(optimizer)
@@ -358,7 +361,7 @@ class Session:
 
     def finish(self) -> None:
         """The process ends: write the step under way as far as it came, and everything before it."""
-        for watch in self.watches:
+        for watch in list(self.watches):
             self.guard.run(watch.cut_short)
         self._submit()
         if self.output is not None:
@@ -378,7 +381,7 @@ class Session:
 
     def close(self) -> None:
         """Write the step under way as far as it came, and take everything back: hooks, patches, handlers, the thread."""
-        for watch in self.watches:
+        for watch in list(self.watches):
             self.guard.run(watch.cut_short)
         self._submit()
         self._leave()

@@ -7,7 +7,10 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from msmon.backends.pytorch import events
+from msmon.backends.pytorch.devices import capturing
 from msmon.backends.pytorch.recorder import StepRecorder
 from msmon.backends.pytorch.roots import optimizer_parameters
 from msmon.backends.pytorch.taps import weights
@@ -118,7 +121,7 @@ class Watch:
             self._reduction,
             self.adapter,
             micro_step=self._micro_step,
-            collecting=lambda: self.listening and not self._inside_step,
+            collecting=lambda: self.listening and not self._inside_step and not capturing(),
             every_micro_batch=self.config.monitor_mbs_grad,
         )
 
@@ -200,13 +203,17 @@ class Watch:
         ):
             self._open_passes = 0
 
-    def gradients_zeroed(self, optimizer: Optimizer) -> None:
-        """The optimizer's gradients were zeroed: what backward passes left behind of them belongs to no step."""
-        if (
-            self.gradients is not None
-            and not self._inside_step
-            and self.gradients.forget(self._optimizers[id(optimizer)].held)
-        ):
+    def gradients_zeroed(self, owner: Optimizer | Module) -> None:
+        """Gradients of an optimizer or a module were zeroed: what backward passes left of them belongs to no step."""
+        if self.gradients is None or self._inside_step or self.gradients.idle:
+            return
+        if isinstance(owner, torch.nn.Module):
+            zeroed = {id(parameter) for parameter in owner.parameters()}
+        elif self.owns(owner):
+            zeroed = self._optimizers[id(owner)].held
+        else:
+            return
+        if self.gradients.forget(zeroed):
             self._open_passes = 0
 
     def _micro_step(self) -> int:
@@ -246,10 +253,10 @@ class Watch:
             return
         self._inside_step = True
         entry = self._optimizers[id(optimizer)]
-        divisor = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales by itself, during the step
+        divisor = _tensor(optimizer, "grad_scale")  # a fused optimizer unscales by itself, during the step
         self._tap(self.gradients, lambda tap: tap.move_unreduced(self._recorder, entry.parameters))
         self._tap(self.gradients, lambda tap: tap.read_reduced(self._recorder, entry.parameters, divisor))
-        found_inf = getattr(optimizer, "found_inf", None)
+        found_inf = _tensor(optimizer, "found_inf")
         if found_inf is not None:
             self._recorder.note("found_inf", found_inf)
         if scale is not None:
@@ -352,3 +359,9 @@ class Watch:
         self.collecting = False
         self.inventory = Inventory()
         self._optimizers.clear()
+
+
+def _tensor(optimizer: Optimizer, name: str) -> Tensor | None:
+    """What a ``GradScaler`` leaves on an optimizer during its step; something else of that name is not ours to read."""
+    value = getattr(optimizer, name, None)
+    return value if isinstance(value, torch.Tensor) else None

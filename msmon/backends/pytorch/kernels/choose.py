@@ -43,7 +43,7 @@ def choose_kernel() -> KernelByDevice:
     """The fastest kernels that work here."""
     eager = EagerKernel()
     try:
-        torch.zeros(1).numpy()
+        torch.zeros(1, device="cpu").numpy()
     except RuntimeError as error:  # torch built against another NumPy than the one installed
         log.say(f"torch and numpy do not fit together ({error}): slower statistics on CPU", once="kernel:host")
         return KernelByDevice(eager, eager)

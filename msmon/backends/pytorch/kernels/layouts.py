@@ -32,7 +32,7 @@ def dense_values(tensor: Tensor) -> tuple[Tensor, int]:
         tensor = tensor.dequantize()
     elif tensor.is_mkldnn:
         tensor = tensor.to_dense()
-    elif tensor.layout is torch.jagged or tensor.is_nested:
+    elif tensor.is_nested:
         parts = [part.reshape(-1) for part in tensor.unbind()]
         tensor = torch.cat(parts) if parts else torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     if tensor.layout is torch.strided:

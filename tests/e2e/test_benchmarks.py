@@ -1,0 +1,37 @@
+"""The benchmarks run and print what they promise; their figures are not asserted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.mark.slow
+def test_step_cost(tmp_path: Path) -> None:
+    """A small run of the step benchmark compares msmon with the bare training, as a table and as JSON."""
+    small = ["--steps", "4", "--layers", "1", "--width", "32", "--json", str(tmp_path / "figures.json")]
+    environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "step_cost.py"), *small],
+        capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "| msmon: gradients |" in done.stdout
+    assert json.loads((tmp_path / "figures.json").read_text())
+
+
+@pytest.mark.slow
+def test_startup(tmp_path: Path) -> None:
+    """A few pairs of the start-up benchmark give a difference and a ratio."""
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "startup.py"), "--pairs", "3"],
+        capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "ms" in done.stdout
