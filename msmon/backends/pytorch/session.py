@@ -111,6 +111,7 @@ class Session:
         self.output: _Output | None = None
         self.steps_seen = 0
         self.steps_collected = 0
+        self.steps_cut_short = 0
         self._models: list[dict[str, Any]] = []
         self._late: list[tuple[StepTable, MonitorConfig]] = []
         self._output_root = Path(output_root or env.output_root())
@@ -333,7 +334,8 @@ class Session:
         while self._late:
             table, config = self._late.pop(0)
             if self.output is not None:
-                self.steps_collected += 1
+                self.steps_collected += table.complete
+                self.steps_cut_short += not table.complete
                 self.output.submit(table, config)
 
     def _describe_run(self) -> None:
@@ -373,7 +375,8 @@ class Session:
             return
         writer = self.output.writer
         lost = f", {writer.dropped} could not be written" if writer.dropped else ""
-        log.say(f"{self.steps_seen} training steps seen, {self.steps_collected} collected{lost}")
+        cut = f", {self.steps_cut_short} more cut short" if self.steps_cut_short else ""
+        log.say(f"{self.steps_seen} training steps seen, {self.steps_collected} collected{cut}{lost}")
         log.say(f"output: {self.output.directory}")
         example = _example_file(self.output.directory)
         if example is not None:
@@ -407,7 +410,7 @@ class Session:
         self._under_way.clear()
         self._models.clear()
         self._late.clear()
-        self.steps_seen = self.steps_collected = 0
+        self.steps_seen = self.steps_collected = self.steps_cut_short = 0
         for watch in self.watches:
             watch.start_anew()
 
