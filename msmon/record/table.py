@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+HISTOGRAM = "_histogram"
+"""How the kinds of rows end that count elements by bin."""
+
+
 class Row(NamedTuple):
     """One tensor seen in one step.
 
@@ -20,6 +24,7 @@ class Row(NamedTuple):
         micro_step: Micro-batch of the step, or ``None`` for kinds without that column.
         shape: Sizes of its dimensions.
         dtype: Its dtype, as the framework prints it.
+        features: Names of its numbers when they are other ones than the run's statistics; the same for all rows of a kind.
     """
 
     kind: str
@@ -28,11 +33,17 @@ class Row(NamedTuple):
     micro_step: int | None
     shape: tuple[int, ...]
     dtype: str
+    features: tuple[str, ...] = ()
 
     @property
     def empty(self) -> bool:
         """Whether the tensor has no elements."""
         return 0 in self.shape
+
+    @property
+    def is_histogram(self) -> bool:
+        """Whether its numbers are counts by bin, which belong in a picture and in no table."""
+        return bool(self.features) and self.kind.endswith(HISTOGRAM)
 
 
 class PendingNumbers(Protocol):
@@ -53,7 +64,7 @@ class StepTable:
         model: Label of the model; empty when it is the only one.
         step: Number of the training step.
         rows: What each line of ``numbers`` is about, in order of execution.
-        numbers: ``[len(rows), n_statistics]`` float64, in the order of the configured statistics.
+        numbers: Flat float64, row after row: the configured statistics in their order, or the row's ``features``.
         extras: ``[len(extra_names)]`` float64: numbers about the step itself.
         extra_names: Their names: ``grad_scale``, ``found_inf``.
         micro_steps: How many backward passes reached the model in this step; ``None`` when nothing counted them.

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -19,8 +21,8 @@ class RecordedStep:
     Attributes:
         model: Label of the model.
         step: Number of the training step.
-        rows: What each line of ``numbers`` is about.
-        numbers: ``[len(rows), n_statistics]`` float64.
+        rows: What the numbers are about, in their order.
+        numbers: Flat float64; see :meth:`lines`.
         micro_steps: Backward passes in the step, ``None`` when nothing counted them.
         skipped: Whether the optimizer step was skipped.
         grad_scale: Loss scale of the step, NaN without one.
@@ -35,6 +37,24 @@ class RecordedStep:
     skipped: bool
     grad_scale: float
     complete: bool
+
+    def lines(self, width: int) -> Iterator[tuple[Row, list[float]]]:
+        """Each row with its numbers: those of its ``features``, or of the run's statistics.
+
+        Args:
+            width: How many statistics the run has.
+
+        Raises:
+            ValueError: There are more or fewer numbers than the rows have.
+        """
+        numbers = self.numbers.tolist()
+        widths = [len(row.features) or width for row in self.rows]
+        if sum(widths) != len(numbers):
+            raise ValueError(f"{len(numbers)} numbers for rows that have {sum(widths)}")
+        start = 0
+        for row, own in zip(self.rows, widths, strict=True):
+            yield row, numbers[start : start + own]
+            start += own
 
 
 class Sink(Protocol):

@@ -49,9 +49,7 @@ class CsvSink:
         """
         failure: OSError | None = None
         first = step.step // self._steps_per_file * self._steps_per_file
-        for kind, lines in self._lines_by_kind(step).items():
-            micro = next(row for row in step.rows if row.kind == kind).micro_step is not None
-            header = ("vpp_stage", "name", "step", *(("micro_step",) if micro else ()), *self._columns)
+        for kind, (header, lines) in self._lines_by_kind(step).items():
             path = self._directory / f"{kind}_{first}-{first + self._steps_per_file - 1}.csv"
             try:
                 self._append(kind, path, header, lines)
@@ -72,16 +70,27 @@ class CsvSink:
             file = self._files[key] = _AppendedFile(path, header)
         file.append(_text(lines))
 
-    def _lines_by_kind(self, step: RecordedStep) -> dict[str, list[list[object]]]:
-        lines: dict[str, list[list[object]]] = {}
-        numbers = step.numbers.tolist()
-        for order, (row, values) in enumerate(zip(step.rows, numbers, strict=True)):
+    def _lines_by_kind(self, step: RecordedStep) -> dict[str, tuple[tuple[str, ...], list[list[object]]]]:
+        """The header and the lines of each kind."""
+        found: dict[str, tuple[tuple[str, ...], list[list[object]]]] = {}
+        for order, (row, values) in enumerate(step.lines(len(self._statistics))):
+            if row.is_histogram:
+                continue
             cells: list[object] = [row.stage, row.name, step.step]
             if row.micro_step is not None:
                 cells.append(row.micro_step)
-            cells += self._cells(row, order, values)
-            lines.setdefault(row.kind, []).append(cells)
-        return lines
+            if row.features:
+                cells += [format_number(value, self._ndigits) for value in values]
+            else:
+                cells += self._cells(row, order, values)
+            if row.kind not in found:
+                found[row.kind] = self._header(row), []
+            found[row.kind][1].append(cells)
+        return found
+
+    def _header(self, row: Row) -> tuple[str, ...]:
+        micro = () if row.micro_step is None else ("micro_step",)
+        return ("vpp_stage", "name", "step", *micro, *(row.features or self._columns))
 
     def _cells(self, row: Row, order: int, values: list[float]) -> Iterator[object]:
         numbers = zip(self._statistics, values, strict=True)

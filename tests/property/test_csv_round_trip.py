@@ -42,7 +42,7 @@ def test_round_trip(steps: list[list[tuple[str, int, list[int], float, int]]], l
                 Row("kind", name, stage, step if micro else None, tuple(shape), "torch.float32")
                 for name, stage, shape, _, _ in described
             ]
-            numbers = np.array([[nans, norm] for *_, norm, nans in described], dtype=np.float64)
+            numbers = np.array([[nans, norm] for *_, norm, nans in described], dtype=np.float64).reshape(-1)
             sink.write(RecordedStep(label, step, table, numbers, 1, False, math.nan, True))
         found = read_kind(directory, "kind")
         expected = [(step, *line) for step, described in enumerate(steps) for line in described]

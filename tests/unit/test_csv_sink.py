@@ -40,8 +40,8 @@ def recorded(step: int, rows: list[Row], numbers: Sequence[Sequence[float]], **c
         "grad_scale": math.nan,
         "complete": True,
     }
-    table = np.array(numbers, dtype=np.float64).reshape(len(rows), len(numbers[0]) if numbers else 0)
-    return RecordedStep(step=step, rows=rows, numbers=table, **{**described, **changes})
+    flat = np.array([number for line in numbers for number in line], dtype=np.float64)
+    return RecordedStep(step=step, rows=rows, numbers=flat, **{**described, **changes})
 
 
 def sink(
@@ -232,6 +232,34 @@ def test_file_of_other_columns(tmp_path: Path) -> None:
     assert (tmp_path / "grad_reduced_0-0.csv").read_bytes() == before
     assert len((tmp_path / "grad_reduced_0-0.1.csv").read_text().splitlines()) == 3
     assert len(read_kind(tmp_path, "grad_reduced")) == 4
+
+
+def test_rows_with_features(tmp_path: Path) -> None:
+    """Rows with numbers of their own have a file of their own columns; histograms have none; the others stay as they are."""
+    features = row("core", kind="attention_hook", micro=1)._replace(features=("entropy", "softmax_max"))
+    histogram = row(kind="update_histogram")._replace(features=("1", "2", "inf"))
+    bare = row("core", kind="linear_hook")._replace(features=("sr",))
+    rows = [row(), features, histogram, bare, row("fc.bias", shape=(0,))]
+    sink(tmp_path, ("nans", "norm", "shape", "dtype")).write(
+        recorded(3, rows, [[1, 2], [0.5, math.nan], [7, 8, 9], [1e-9], [0, 4]])
+    )
+    assert (tmp_path / "attention_hook_3-3.csv").read_text() == (
+        "vpp_stage,name,step,micro_step,entropy,softmax_max\n0,core,3,1,0.5,nan\n"
+    )
+    assert (tmp_path / "linear_hook_3-3.csv").read_text() == "vpp_stage,name,step,sr\n0,core,3,1e-09\n"
+    assert [(line.name, line["nans"], line["norm"]) for line in read_kind(tmp_path, "grad_reduced")] == [
+        ("fc.weight", 1, 2),
+        ("fc.bias", 0, 4),
+    ]
+    assert kinds(tmp_path) == ["attention_hook", "grad_reduced", "linear_hook"]
+
+
+def test_numbers_that_do_not_fit(tmp_path: Path) -> None:
+    """More or fewer numbers than the rows have: nothing is written under a wrong name."""
+    for numbers in ([[1], [2], [3]], [[1]]):
+        with pytest.raises(ValueError, match="numbers for rows"):
+            sink(tmp_path).write(recorded(0, [row(), row("fc.bias")], numbers))
+    assert names(tmp_path) == []
 
 
 def test_empty_file_in_the_way(tmp_path: Path) -> None:

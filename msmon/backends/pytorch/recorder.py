@@ -24,14 +24,9 @@ def describe(kind: str, name: str, stage: int, tensor: Tensor, micro_step: int |
 
 
 class StepRecorder:
-    """Rows and numbers of the step under way.
+    """Rows and numbers of the step under way."""
 
-    Args:
-        width: Number of statistics a row has.
-    """
-
-    def __init__(self, width: int) -> None:
-        self._width = width
+    def __init__(self) -> None:
         self._rows: list[Row] = []
         self._parts: list[Tensor] = []
         self._extras: dict[str, Tensor] = {}
@@ -44,8 +39,8 @@ class StepRecorder:
         """Add rows.
 
         Args:
-            rows: What each line of ``numbers`` is about.
-            numbers: Tensors of ``[n, n_statistics]`` that together have as many lines as there are rows.
+            rows: What the numbers are about, in their order.
+            numbers: Tensors that together hold the numbers of each row: its ``features``, or the run's statistics.
         """
         self._rows.extend(rows)
         self._parts.extend(numbers)
@@ -57,14 +52,14 @@ class StepRecorder:
 
     def finish(self, model: str, step: int, micro_steps: int | None, *, complete: bool = True) -> StepTable:
         """Start the one packed copy to the host, and hand everything over."""
-        size = len(self._rows) * self._width
+        size = sum(part.numel() for part in self._parts)
         packed = _Packed([*(part.reshape(-1) for part in self._parts), *self._extras.values()])
         return StepTable(
             model=model,
             step=step,
             rows=self._rows,
-            numbers=_Part(packed, slice(None, size), (len(self._rows), self._width)),
-            extras=_Part(packed, slice(size, None), (len(self._extras),)),
+            numbers=_Part(packed, slice(None, size)),
+            extras=_Part(packed, slice(size, None)),
             extra_names=list(self._extras),
             micro_steps=micro_steps,
             skipped=self.skipped,
@@ -93,13 +88,12 @@ class _Part(NamedTuple):
 
     packed: _Packed
     place: slice
-    shape: tuple[int, ...]
 
     def ready(self) -> bool:
         return self.packed.ready()
 
     def wait(self) -> NDArray[np.float64]:
-        return self.packed.numbers[self.place].reshape(self.shape)
+        return self.packed.numbers[self.place]
 
 
 def parts_by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:

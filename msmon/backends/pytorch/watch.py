@@ -105,7 +105,7 @@ class Watch:
         self._selection = Selection(config.targets)
         self._grad_acc_steps = grad_acc_steps
         self._optimizers: dict[int, _OptimizerInUse] = {}
-        self._recorder = StepRecorder(self._reduction.width)
+        self._recorder = StepRecorder()
         self._backward: tuple[str, int] | None = None
         self._settled_passes = 0
         self._open_passes = 0
@@ -309,7 +309,7 @@ class Watch:
             self.gradients.forget()  # computed under the old one
         self.config = self._next_config
         self._reduction.change([Statistic(op) for op in self.config.statistics], self.config.eps)
-        self._recorder = StepRecorder(self._reduction.width)
+        self._recorder = StepRecorder()
 
     def abandon(self) -> None:
         """``optimizer.step`` was left by an exception, and training goes on: the step stays as far as it came."""
@@ -336,7 +336,7 @@ class Watch:
 
     def start_anew(self) -> None:
         """After a fork: what the parent collected so far is the parent's."""
-        self._recorder = StepRecorder(self._reduction.width)
+        self._recorder = StepRecorder()
         self.report = {}
         if self.gradients is not None:
             self.gradients.forget()

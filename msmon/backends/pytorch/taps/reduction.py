@@ -39,11 +39,6 @@ class Reduction:
         self._statistics = tuple(statistics)
         self._eps = eps
 
-    @property
-    def width(self) -> int:
-        """Number of statistics a row has."""
-        return len(self._statistics)
-
     def one(self, row: Row, tensor: Tensor, divisor: Tensor | None = None) -> Tensor | None:
         """``[1, n_statistics]``, or ``None`` for a tensor without elements to read, which is said once."""
         try:
