@@ -10,13 +10,10 @@ if TYPE_CHECKING:
     from msmon.config.schema import MonitorConfig
 
 FEATURES = {
-    "xy_distribution": "activations",
     "mg_direction": "directions of gradients",
     "ur_distribution": "updates of the optimizer",
     "cc_distribution.enable": "communication",
-    "stack_info": "call stacks",
     "recording_l2_features": "high-order features",
-    "print_struct": "the structure of a model",
     "alert.rules": "alerts",
     "alert.dump": "alerts",
 }
@@ -34,7 +31,7 @@ def unavailable(config: MonitorConfig, *, dynamic: bool = False) -> list[Problem
         for path, feature in FEATURES.items()
         if (value := _look_up(config, path)) not in (False, ())
     ]
-    if config.format != "csv":
+    if config.format == "tensorboard":
         problems.append(_refuse("format", config.format, f"the format {config.format}", 'use "csv"'))
     if dynamic:
         problems.append(_refuse("dynamic_on", MISSING, "dynamic start and stop", "unset DYNAMIC_MONITOR or --dynamic"))

@@ -12,14 +12,9 @@ if TYPE_CHECKING:
 
 def explain(config: MonitorConfig) -> list[str]:
     """What a run under this configuration records, a line each."""
-    kinds = {
-        "weights: param_origin, param_updated": config.param_distribution,
-        "weight gradients: grad_unreduced, grad_reduced": config.wg_distribution,
-        "optimizer state: exp_avg, exp_avg_sq, …": config.mv_distribution,
-    }
-    lines = [kind for kind, wanted in kinds.items() if wanted] or ["nothing: no kind of data is switched on"]
+    lines = list(config.kinds) or ["nothing: no kind of data is switched on"]
     lines.append(f"columns: {', '.join(config.columns)}")
-    lines.append(f"of: {', '.join(config.targets) if config.targets else 'every parameter'}")
+    lines.append(f"of: {', '.join(config.targets) if config.targets else 'every parameter and module'}")
     times = "" if config.collect_times >= 100_000_000 else f", {config.collect_times} times"  # noqa: PLR2004 - the default
     every = "every step" if config.step_interval == 1 else f"every {config.step_interval} steps"
     lines.append(f"{every} from step {config.start_step} on{times}")

@@ -215,6 +215,20 @@ class MonitorConfig(_Frozen):
         return stamps
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of data that are switched on, in words."""
+        kinds = {
+            "weights: param_origin, param_updated": self.param_distribution,
+            "weight gradients: grad_unreduced, grad_reduced": self.wg_distribution,
+            "optimizer state: exp_avg, exp_avg_sq, …": self.mv_distribution,
+            "activations: actv": self.xy_distribution and not self.backward_only,
+            "gradients of activations: actv_grad": self.xy_distribution and not self.forward_only,
+            "call stacks of modules: stack_info.csv": self.stack_info,
+            "the structure of the model, then the run ends: module_struct.json": self.print_struct,
+        }
+        return tuple(kind for kind, wanted in kinds.items() if wanted)
+
+    @property
     def statistics(self) -> tuple[Op, ...]:
         """The configured ops that are computed from a tensor's elements, in the order of the columns."""
         return tuple(op for op in self.ops if op in STATISTIC_OPS)

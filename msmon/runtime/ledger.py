@@ -35,17 +35,19 @@ class Ledger:
         When undone, the original returns unless somebody else has patched over ours in between: then theirs stays,
         with ours, which must be inert by itself, beneath it.
         """
-        inherited = name not in vars(owner)
+        own = vars(owner).get(name)
         original = getattr(owner, name)
-        wrapper = functools.wraps(original)(wrap(original))
+        wrapper: object = functools.wraps(original)(wrap(original))
+        if isinstance(own, staticmethod):
+            wrapper = staticmethod(wrapper)  # type: ignore[arg-type]  # wraps() has lost that it can be called
         setattr(owner, name, wrapper)
 
         def undo() -> None:
             if vars(owner).get(name) is wrapper:
-                if inherited:
+                if own is None:
                     delattr(owner, name)
                 else:
-                    setattr(owner, name, original)
+                    setattr(owner, name, own)
 
         self._undo.append(undo)
 

@@ -39,7 +39,7 @@ class CsvSink:
         self._statistics = [column for column in self._columns if column in _STATISTICS]
         self._ndigits = ndigits
         self._steps_per_file = steps_per_file
-        self._files: dict[str, _AppendedFile] = {}
+        self._files: dict[tuple[str, ...], _AppendedFile] = {}
 
     def write(self, step: RecordedStep) -> None:
         """Append a step's rows to the file of each kind.
@@ -49,14 +49,14 @@ class CsvSink:
         """
         failure: OSError | None = None
         first = step.step // self._steps_per_file * self._steps_per_file
-        for kind, (header, lines) in self._lines_by_kind(step).items():
+        for (kind, header), lines in self._lines_by_file(step).items():
             path = self._directory / f"{kind}_{first}-{first + self._steps_per_file - 1}.csv"
             try:
-                self._append(kind, path, header, lines)
+                self._append((kind, *header), path, header, lines)
             except OSError as error:
                 failure = failure or error
         if failure is None:
-            self._append(STEPS_FILE, self._directory / STEPS_FILE, _STEPS_HEADER, [self._step_line(step)])
+            self._append((STEPS_FILE,), self._directory / STEPS_FILE, _STEPS_HEADER, [self._step_line(step)])
         else:
             raise failure
 
@@ -64,15 +64,17 @@ class CsvSink:
         """Nothing is held open between steps."""
         self._files.clear()
 
-    def _append(self, key: str, path: Path, header: Sequence[str], lines: Iterable[Sequence[object]]) -> None:
+    def _append(
+        self, key: tuple[str, ...], path: Path, header: Sequence[str], lines: Iterable[Sequence[object]]
+    ) -> None:
         file = self._files.get(key)
         if file is None or file.wanted != path:
             file = self._files[key] = _AppendedFile(path, header)
         file.append(_text(lines))
 
-    def _lines_by_kind(self, step: RecordedStep) -> dict[str, tuple[tuple[str, ...], list[list[object]]]]:
-        """The header and the lines of each kind."""
-        found: dict[str, tuple[tuple[str, ...], list[list[object]]]] = {}
+    def _lines_by_file(self, step: RecordedStep) -> dict[tuple[str, tuple[str, ...]], list[list[object]]]:
+        """The lines of each kind and header."""
+        found: dict[tuple[str, tuple[str, ...]], list[list[object]]] = {}
         for order, (row, values) in enumerate(step.lines(len(self._statistics))):
             if row.is_histogram:
                 continue
@@ -83,9 +85,7 @@ class CsvSink:
                 cells += [format_number(value, self._ndigits) for value in values]
             else:
                 cells += self._cells(row, order, values)
-            if row.kind not in found:
-                found[row.kind] = self._header(row), []
-            found[row.kind][1].append(cells)
+            found.setdefault((row.kind, self._header(row)), []).append(cells)
         return found
 
     def _header(self, row: Row) -> tuple[str, ...]:

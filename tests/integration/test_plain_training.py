@@ -240,8 +240,8 @@ def test_targets_select_by_prefix_and_by_glob(runner: Runner) -> None:
     biases = ["0.layers.0.bias", "0.layers.1.bias", "0.final_head.bias"]
     for kind in ("grad_reduced", "param_origin", "exp_avg_sq"):
         assert {row.name for row in done.rows(kind)} == {"0.layers.1.weight", *biases}, kind
-    assert done.stderr.count("matches no parameter") == 1
-    assert "`0.final_haed` matches no parameter; close: 0.final_head" in done.stderr
+    assert done.stderr.count("matches no module or parameter") == 1
+    assert "`0.final_haed` matches no module or parameter; close: 0.final_head" in done.stderr
 
 
 def test_short_names_on_request(runner: Runner) -> None:

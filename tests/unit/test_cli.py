@@ -37,7 +37,9 @@ def msmon(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]
 # Help and versions
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["validate-config"]], ids=lambda command: "".join(command) or "msmon")
+@pytest.mark.parametrize(
+    "command", [[], ["print-struct"], ["run"], ["validate-config"]], ids=lambda command: "".join(command) or "msmon"
+)
 def test_help_is_frozen(command: list[str], tmp_path: Path) -> None:
     """`--help` of every command, and `-h`, print what the snapshot holds; UPDATE_SNAPSHOTS=1 writes it anew."""
     snapshot = SNAPSHOTS / f"{'_'.join(['msmon', *command])}.txt"
@@ -197,7 +199,6 @@ def test_a_problem_is_said_to_be_where_it_is(tmp_path: Path) -> None:
         ["--format", "tsv"],
         ["--format", "tensorboard"],
         ["--ndigits", "21"],
-        ["--activations"],
         ["--dynamic"],
     ],
 )
@@ -410,7 +411,7 @@ def test_the_zsh_script_completes_when_it_is_autoloaded() -> None:
     ("words", "expected"),
     [
         (["msmon", "ru"], {"run"}),
-        (["msmon", ""], {"run", "validate-config"}),
+        (["msmon", ""], {"print-struct", "run", "validate-config"}),
         (["msmon", "run", "--opt"], {"--optimizer-state"}),
         (["msmon", "validate-config", "--"], {"--schema", "--explain", "--json", "--help"}),
     ],

@@ -257,17 +257,13 @@ def test_columns() -> None:
 
 
 NOT_YET = [
-    ({"xy_distribution": True}, "xy_distribution", "activations"),
     ({"mg_direction": True}, "mg_direction", "directions of gradients"),
     ({"ur_distribution": True}, "ur_distribution", "updates of the optimizer"),
     ({"cc_distribution": {"enable": True}}, "cc_distribution.enable", "communication"),
-    ({"stack_info": True}, "stack_info", "call stacks"),
     ({"recording_l2_features": True}, "recording_l2_features", "high-order features"),
-    ({"print_struct": True}, "print_struct", "structure"),
     ({"alert": {"rules": [NAN_RULE]}}, "alert.rules", "alerts"),
     ({"alert": {"dump": True}}, "alert.dump", "alerts"),
     ({"format": "tensorboard"}, "format", "tensorboard"),
-    ({"format": "api"}, "format", "api"),
 ]
 
 
@@ -298,8 +294,8 @@ def test_dynamic_is_not_available_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_not_available_problems_are_all_named() -> None:
     """Several such keys are named together."""
-    document = {"xy_distribution": True, "stack_info": True, "format": "api"}
-    assert [found.path for found in problems(document)] == ["xy_distribution", "stack_info", "format"]
+    document = {"alert": {"rules": [NAN_RULE], "dump": True}, "format": "tensorboard"}
+    assert [found.path for found in problems(document)] == ["alert.rules", "alert.dump", "format"]
 
 
 # The original's guide, section by section.
@@ -310,6 +306,9 @@ GUIDE_ACCEPTED: list[dict[str, Any]] = [
     {"targets": {}, "mv_distribution": True, "format": "csv", "ops": ["norm", "min", "max", "nans"]},
     {"targets": {"module.encoder.layers.0.mlp": {}, "module.embedding.word_embedding.weight": {}}},
     {"wg_distribution": True, "monitor_mbs_grad": True},
+    {"targets": {}, "xy_distribution": True, "forward_only": False, "all_xy": True, "ops": ["norm"]},
+    {"targets": {}, "format": "csv", "stack_info": True},
+    {"print_struct": True},
 ]
 GUIDE_WHOLE = {
     "targets": {
@@ -346,12 +345,9 @@ GUIDE_WHOLE = {
     "squash_name": False,
 }
 GUIDE_NOT_YET: list[tuple[dict[str, Any], list[str]]] = [
-    ({"targets": {}, "xy_distribution": True, "forward_only": False, "all_xy": True, "ops": ["norm"]}, ["xy_distribution"]),
-    ({"targets": {}, "format": "csv", "stack_info": True}, ["stack_info"]),
-    ({"print_struct": True}, ["print_struct"]),
     ({"l2_targets": {"linear_hook": ["0:0.self_attention.linear_qkv"]}, "recording_l2_features": True, "sa_order": "b,s,h,d"}, ["recording_l2_features"]),
     ({"alert": {"rules": [NAN_RULE, TURBULENCE], "dump": True}}, ["alert.rules", "alert.dump"]),
-    (GUIDE_WHOLE, ["xy_distribution", "ur_distribution", "cc_distribution.enable", "alert.rules"]),
+    (GUIDE_WHOLE, ["ur_distribution", "cc_distribution.enable", "alert.rules"]),
 ]  # fmt: skip
 
 
@@ -363,7 +359,7 @@ def test_guide_examples_that_work(document: dict[str, Any]) -> None:
         assert key in config.model_fields_set
 
 
-@pytest.mark.parametrize(("document", "paths"), GUIDE_NOT_YET, ids=["xy", "stack", "struct", "l2", "alert", "whole"])
+@pytest.mark.parametrize(("document", "paths"), GUIDE_NOT_YET, ids=["l2", "alert", "whole"])
 def test_guide_examples_that_do_not_work_yet(document: dict[str, Any], paths: list[str]) -> None:
     """Those that need a feature of a later version are refused for that, and for nothing else."""
     found = problems(document)
@@ -375,7 +371,6 @@ def test_whole_guide_example_without_later_features() -> None:
     """The guide's full example is accepted once the parts that are not there yet are at their default."""
     changed = {
         "ur_distribution": False,
-        "xy_distribution": False,
         "cc_distribution": {"enable": False, "cc_codeline": []},
         "alert": {"rules": [], "dump": False},
     }
@@ -480,7 +475,7 @@ def test_explained() -> None:
     ]
     nothing = explain(parsed({}))
     assert nothing[0].startswith("nothing:")
-    assert nothing[2:] == ["of: every parameter", "every step from step 0 on"]
+    assert nothing[2:] == ["of: every parameter and module", "every step from step 0 on"]
 
 
 def test_problems_as_json() -> None:

@@ -11,9 +11,11 @@ import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.utils.checkpoint
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from msmon.backends.pytorch import dynamo
+from msmon.backends.pytorch.module_hook import without_hooks
 from msmon.runtime.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -30,6 +32,9 @@ class Listener(Protocol):
 
     def backward_begins(self) -> None:
         """An outermost backward pass that accumulates gradients begins."""
+
+    def backward_ends(self) -> None:
+        """It has returned, or an exception has left it."""
 
     def gradients_zeroed(self, owner: Optimizer | Module) -> None:
         """``owner.zero_grad()`` was called."""
@@ -50,6 +55,12 @@ _serials = itertools.count()
 _passes: dict[int, int] = {}
 """Backward passes under way: the thread that called each, and its number."""
 
+
+class _Checkpoint(threading.local):
+    training = False
+
+
+_checkpoint = _Checkpoint()
 _is_compiling = getattr(torch.compiler, "is_compiling", lambda: False)  # torch 2.1 and 2.2 do not have it
 
 
@@ -66,6 +77,16 @@ def unsubscribe(listener: Listener) -> None:
         _listeners.remove(listener)
         if not _listeners:
             _ledger.undo()
+
+
+def in_backward() -> bool:
+    """Whether a backward pass that accumulates gradients is under way: not one of ``torch.autograd.grad`` alone."""
+    return bool(_passes)
+
+
+def in_checkpoint() -> bool:
+    """Whether this thread is in the first forward of a reentrant checkpoint, which runs without gradients though it trains."""
+    return _checkpoint.training
 
 
 def current_backward() -> tuple[str, int]:
@@ -89,6 +110,8 @@ def _install() -> None:
     _ledger.keep(register_optimizer_step_pre_hook(_step_begins))
     _ledger.keep(register_optimizer_step_post_hook(_step_ends))
     _ledger.patch(torch.autograd, "backward", _wrap_backward)
+    _ledger.patch(torch.utils.checkpoint.CheckpointFunction, "apply", _wrap_checkpoint)
+    _ledger.patch(torch.jit._recursive, "get_hook_stubs", _wrap_script_hooks)  # noqa: SLF001 - torch has no public place
     _ledger.patch(torch.optim.Optimizer, "zero_grad", _wrap_zero_grad)
     _ledger.patch(torch.nn.Module, "zero_grad", _wrap_zero_grad)
     for scaler in _scaler_classes():
@@ -112,9 +135,23 @@ def _wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return original(*args, **kwargs)
         finally:
+            for listener in tuple(_listeners):
+                listener.backward_ends()
             del _passes[thread]
 
     return backward
+
+
+def _wrap_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passes on whatever torch takes and returns
+        before = _checkpoint.training
+        _checkpoint.training = before or torch.is_grad_enabled()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _checkpoint.training = before
+
+    return apply
 
 
 def _wrap_compile(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,6 +161,14 @@ def _wrap_compile(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return compile
+
+
+def _wrap_script_hooks(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_hook_stubs(module: Module) -> Any:  # noqa: ANN401 - passes on whatever torch returns
+        with without_hooks(module):  # a scripted module compiles the hooks of its source
+            return original(module)
+
+    return get_hook_stubs
 
 
 def _wrap_zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,14 +7,17 @@ optimizer of the usual script exists, so that it is known whether names need a m
 
 from __future__ import annotations
 
+import functools
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from msmon import log
+from msmon.backends.pytorch.module_calls import ModuleCalls
 from msmon.backends.pytorch.naming import innermost
 from msmon.backends.pytorch.roots import find_roots, optimizer_parameters
 from msmon.backends.pytorch.session import Session
+from msmon.backends.pytorch.taps.modules import wants_modules
 from msmon.bootstrap import discovery
 from msmon.plan.names import unique_label
 from msmon.runtime.guard import Guard
@@ -48,6 +51,7 @@ class InjectedMonitor:
 
     def __init__(self, settings: Settings) -> None:
         self._waiting: list[_Waiting] = []
+        self._calls: list[ModuleCalls] = []
         self._labels: list[str] = []
         self._guard = Guard("looking for models")
         self._grad_acc_steps = settings.grad_acc_steps
@@ -60,8 +64,19 @@ class InjectedMonitor:
         self._guard.run(self._remember, optimizer)
 
     def _remember(self, optimizer: Optimizer) -> None:
-        roots, _ = find_roots(optimizer_parameters(optimizer))
-        self._waiting.append(_Waiting(weakref.ref(optimizer), [weakref.ref(innermost(root)) for root in roots]))
+        roots = [innermost(root) for root in find_roots(optimizer_parameters(optimizer))[0]]
+        self._waiting.append(_Waiting(weakref.ref(optimizer), [weakref.ref(root) for root in roots]))
+        if wants_modules(self.session.config):
+            hooked = [calls.root() for calls in self._calls]
+            hooked += [root() for watch in self.session.watches for root in watch.roots]
+            new = [root for root in roots if not any(root is other for other in hooked)]
+            self._calls += [ModuleCalls(root, functools.partial(self._guard.run, self.watch_waiting)) for root in new]
+
+    def _take_calls(self, root: Module) -> ModuleCalls | None:
+        """The hooks put on a model when its optimizer was constructed."""
+        found = next((calls for calls in self._calls if calls.root() is root), None)
+        self._calls = [calls for calls in self._calls if calls is not found and calls.root() is not None]
+        return found
 
     def watch_waiting(self, stepping: Optimizer | None = None) -> None:
         """Watch what was constructed since the last call.
@@ -99,6 +114,7 @@ class InjectedMonitor:
             component.optimizers,
             label="+".join(labels) if several else "",
             prefixes=[f"{label}." if prefixed else "" for label in labels],
+            calls=[self._take_calls(root) for root in component.roots],
             grad_acc_steps=self._grad_acc_steps,
         )
 

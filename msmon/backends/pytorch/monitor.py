@@ -10,11 +10,14 @@ import torch.distributed as dist
 
 from msmon import log
 from msmon.backends.pytorch.naming import innermost
+from msmon.backends.pytorch.place import current_place
 from msmon.backends.pytorch.roots import optimizer_parameters
 from msmon.backends.pytorch.session import Session
 from msmon.config.load import load_config, parse_config
+from msmon.config.schema import STATISTIC_OPS
 from msmon.errors import ArgumentError
 from msmon.plan.names import unique_label
+from msmon.stats.definitions import Statistic
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +27,11 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from msmon.backends.pytorch.watch import Watch
+    from msmon.record.table import Row
+
+ADHOC = "adhoc"
+"""The kind of rows that :meth:`TrainerMon.adhoc_check` makes."""
 
 Metrics = dict[str, dict[str, float]]
 """Name of a row → statistic → value."""
@@ -117,11 +125,7 @@ class TrainerMon:
         self._session.reconfigure(parse_config({**document, "ops": list(ops)}, source="TrainerMon.ops", dynamic=False))
 
     def reload_xy(self, xy_distribution: bool = False) -> None:  # noqa: FBT001, FBT002 - the original's signature
-        """Switch activations on or off while training.
-
-        Raises:
-            ConfigError: Activations are asked for: this version does not record them yet.
-        """
+        """Switch activations on or off while training; the next step follows it."""
         document = self._session.config.model_dump(mode="json", exclude_unset=True)
         changed = {**document, "xy_distribution": xy_distribution}
         self._session.reconfigure(parse_config(changed, source="TrainerMon.reload_xy", dynamic=False))
@@ -142,13 +146,60 @@ class TrainerMon:
             statistics = watch.config.statistics
             for target, rows in zip((reduced, unreduced), watch.current_gradients(), strict=True):
                 for row, numbers in rows:
-                    name = f"{row.stage}:{row.name}" if len(watch.roots) > 1 else row.name
-                    target[name] = dict(zip(statistics, numbers.reshape(-1).tolist(), strict=True))
+                    target[self._qualified(watch, row)] = _by_statistic(statistics, numbers)
         return reduced, unreduced
 
     def generate_xy_metrics(self) -> tuple[Metrics, Metrics]:
-        """Statistics of activations and their gradients: ``(actv, actv_grad)``, empty while they are not recorded."""
-        return {}, {}
+        """Statistics of the activations of the step under way; until it has any, those of the step before.
+
+        Returns:
+            ``(actv, actv_grad)``: ``module.output:micro_step`` → statistic → value; of several chunks, ``stage:…``.
+            Empty unless ``xy_distribution`` is on.
+        """
+        found: tuple[Metrics, Metrics] = {}, {}
+        for watch in self._session.watches:
+            for target, rows in zip(found, watch.current_activations(), strict=True):
+                for row, numbers in rows:
+                    name = f"{self._qualified(watch, row)}:{row.micro_step}"
+                    target[name] = _by_statistic(watch.config.statistics, numbers)
+        return found
+
+    @staticmethod
+    def _qualified(watch: Watch, row: Row) -> str:
+        return f"{row.stage}:{row.name}" if len(watch.roots) > 1 else row.name
+
+    def adhoc_check(
+        self,
+        target_tensor: Tensor,
+        module_name: str,
+        tensor_name: str,
+        rank_list: Sequence[int] | None,
+        ops_list: Sequence[str],
+    ) -> None:
+        """Record statistics of any tensor in the training step under way, in the file ``adhoc``.
+
+        Args:
+            target_tensor: Is only read.
+            module_name: First part of the row's name.
+            tensor_name: Last part of the row's name.
+            rank_list: Ranks that record it; none means all.
+            ops_list: Statistics: the columns of the file.
+
+        Raises:
+            ArgumentError: Not a tensor, or an unknown statistic.
+        """
+        if not isinstance(target_tensor, torch.Tensor):
+            raise ArgumentError(_wrong("target_tensor", target_tensor, "a tensor"))
+        unknown = [op for op in ops_list if op not in STATISTIC_OPS]
+        if unknown or not ops_list:
+            raise ArgumentError(_wrong("ops_list", list(ops_list), f"a list of {', '.join(STATISTIC_OPS)}"))
+        if rank_list and current_place().rank not in rank_list:
+            return
+        if not self._session.watches:
+            log.say("adhoc_check records nothing before set_monitor", once="adhoc_check")
+            return
+        statistics = [Statistic(op) for op in ops_list]
+        self._session.watches[0].add_tensor(ADHOC, f"{module_name}.{tensor_name}", target_tensor, statistics)
 
     def set_wrapped_optimizer(self, optimizer: Optimizer) -> None:
         """Going away: hand the optimizer to :meth:`set_monitor`."""
@@ -181,6 +232,10 @@ class TrainerMon:
             if any(id(parameter) in watch.inventory.by_id for parameter in optimizer_parameters(stepping)):
                 watch.add_optimizer(stepping)
                 return
+
+
+def _by_statistic(statistics: Sequence[str], numbers: Tensor) -> dict[str, float]:
+    return dict(zip(statistics, numbers.reshape(-1).tolist(), strict=True))
 
 
 def _modules(model: object) -> list[Module]:

@@ -58,6 +58,23 @@ def walk_parameters(root: Module) -> Iterator[NamedParameter[Parameter]]:
                 yield NamedParameter(name + key, raw_name + key, parameter)
 
 
+def walk_modules(root: Module, *, wrappers: bool) -> Iterator[tuple[Module, str, str]]:
+    """Every module once, with its name without and with what wrappers add; the root's is empty.
+
+    Args:
+        root: The model.
+        wrappers: Wrappers too. Otherwise only the wrappers that torch.compile makes, and around the root as well: inside
+            them nothing can be seen, so that they stand for what they wrap.
+    """
+    seen: set[int] = set()
+    around = [wrapper for wrapper in _around(root) if wrapped_attribute(wrapper) == "_orig_mod"]
+    found = [*((wrapper, "", "") for wrapper in around), *_walk(root, "", "", frozenset())]
+    for module, name, raw_name in found:
+        if id(module) not in seen and (wrappers or wrapped_attribute(module) in {"", "_orig_mod"}):
+            seen.add(id(module))
+            yield module, name.removesuffix("."), raw_name.removesuffix(".")
+
+
 def _walk(module: Module, name: str, raw_name: str, above: frozenset[int]) -> Iterator[tuple[Module, str, str]]:
     """Modules with the prefixes of their parameters' names; a module that contains itself is not entered again."""
     if id(module) in above:
@@ -77,18 +94,17 @@ def wrappers_around(module: Module) -> list[str]:
     while inner is not None and (below := unwrap(inner)) is not None:
         inside.append(type(inner).__name__)
         inner = below
-    outside: list[str] = []
+    return [*(type(wrapper).__name__ for wrapper in _around(module)), *inside]
+
+
+def _around(module: Module) -> list[Module]:
+    """The wrappers that were put around a module, outermost first."""
+    found: list[Module] = []
     current: Module | None = module
     while current is not None:
         wrapped = current
-        current = next(
-            (
-                m
-                for reference in list(discovery.modules.values())
-                if (m := reference()) is not None and unwrap(m) is wrapped
-            ),
-            None,
-        )
+        known = (reference() for reference in list(discovery.modules.values()))
+        current = next((m for m in known if m is not None and unwrap(m) is wrapped), None)
         if current is not None:
-            outside.insert(0, type(current).__name__)
-    return [*outside, *inside]
+            found.insert(0, current)
+    return found

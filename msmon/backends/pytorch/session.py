@@ -7,8 +7,10 @@ and processes that only construct a model leave no trace.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import json
 import os
 import shlex
 import sys
@@ -28,6 +30,7 @@ from msmon.backends.pytorch.devices import capturing
 from msmon.backends.pytorch.kernels.choose import choose_kernel
 from msmon.backends.pytorch.place import current_place, shared_run_id
 from msmon.backends.pytorch.run_report import describe_model, run_report
+from msmon.backends.pytorch.taps import stacks
 from msmon.backends.pytorch.watch import Watch
 from msmon.backends.pytorch.watched import Naming
 from msmon.plan.selection import Selection
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from msmon.backends.pytorch.events import Arguments
+    from msmon.backends.pytorch.module_calls import ModuleCalls
     from msmon.config.schema import MonitorConfig
     from msmon.record.table import StepTable
     from msmon.runtime.process import Place
@@ -122,6 +126,7 @@ class Session:
         self._under_way: dict[int, list[tuple[Optimizer, Watch | None]]] = {}
         self._scales: dict[int, Tensor | None] = {}
         self._unwritable = False
+        self._stopping = False
         _sessions.add(self)
         events.subscribe(self)
 
@@ -134,6 +139,7 @@ class Session:
         *,
         label: str = "",
         prefixes: Sequence[str] = (),
+        calls: Sequence[ModuleCalls | None] = (),
         raw_names: bool = False,
         first_step: int = 0,
         grad_acc_steps: int | None = None,
@@ -146,6 +152,7 @@ class Session:
             optimizers: What trains them.
             label: The model's name in ``steps.csv``.
             prefixes: Put before the names of each model's parameters.
+            calls: Hooks that are on each model's modules already.
             raw_names: Names with the prefixes of wrappers, each model being a chunk with its own ``vpp_stage``.
             first_step: Number of the first training step.
             grad_acc_steps: Micro-batches a step; ``None`` counts backward passes.
@@ -162,7 +169,8 @@ class Session:
         )
         for number, model in enumerate(models):
             prefix = prefixes[number] if prefixes else ""
-            watch.add_root(model, Naming(prefix, number if raw_names else 0, raw_names, self.config.squash_name))
+            naming = Naming(prefix, number if raw_names else 0, raw_names, self.config.squash_name)
+            watch.add_root(model, naming, calls[number] if calls else None)
         for optimizer in optimizers:
             watch.add_optimizer(optimizer)
         for owner in models or optimizers:
@@ -206,6 +214,11 @@ class Session:
             self._arrive()
         for watch in list(self.watches):
             watch.backward_begins()
+
+    def backward_ends(self) -> None:
+        """See :class:`msmon.backends.pytorch.events.Listener`."""
+        for watch in list(self.watches):
+            self.guard.run(watch.backward_ends)
 
     def gradients_zeroed(self, owner: Optimizer | Module) -> None:
         """See :class:`msmon.backends.pytorch.events.Listener`."""
@@ -256,11 +269,57 @@ class Session:
                 self._scales.pop(id(optimizer), None)
                 self.guard.run(self._step_ends, watch, optimizer)
 
+        if self._stopping:
+            self._stop()
+
     def _step_ends(self, watch: Watch, optimizer: Optimizer, *, skipped: bool = False) -> None:
         self.open()
         before = watch.rounds.step
         watch.step_ends(optimizer, skipped=skipped)
         self.steps_seen += watch.rounds.step - before
+        if watch.modules is not None and watch.rounds.step > before:
+            self._report_modules(watch)
+
+    def _report_modules(self, watch: Watch) -> None:
+        """After a training step of this model: what is said of its modules once, not step by step."""
+        if watch.modules is None:
+            return
+        watch.modules.say_what_is_compiled()
+        if watch.modules.stacks is not None and self.output is not None and watch.gate.collected == 1:
+            found = [other.modules.stacks for other in self.watches if other.modules and other.modules.stacks]
+            self._write_document(self.output.directory / stacks.FILE, stacks.content(found))
+        if self.config.print_struct and self.place is not None:
+            stepped = [other for other in self.watches if other.rounds.step > other.first_step]
+            if len(stepped) == len(self.watches) or watch.rounds.step > watch.first_step + 1:
+                document = {
+                    key: value for other in stepped if other.modules for key, value in other.modules.describe().items()
+                }
+                path = self._output_root / "module_struct" / f"rank{self.place.rank}" / "module_struct.json"
+                self._write_document(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+                log.say(f"the structure of the model is in {path}; stopping after the first step, as print_struct asks")
+                self._stopping = True
+
+    @staticmethod
+    def _write_document(path: Path, text: str) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            log.say(f"{path} could not be written ({error.strerror}), training goes on")
+
+    def _stop(self) -> None:
+        """End the run, as the user asked: everything is written, and the process ends with exit code 0.
+
+        Raises:
+            SystemExit: Always, on the main thread; it runs the script's own ``finally`` blocks.
+        """
+        self.finish()
+        if threading.current_thread() is threading.main_thread():
+            raise SystemExit(0)
+        for stream in (sys.stdout, sys.stderr):  # an exception would end this thread only
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        os._exit(0)
 
     def scaler_steps(self, optimizer: Optimizer, scale: Tensor | None) -> Callable[[], None]:
         """See :class:`msmon.backends.pytorch.events.Listener`."""
@@ -310,7 +369,7 @@ class Session:
 
     def open(self) -> None:
         """Make the directory and start the writer, once. A place that cannot be written is said once."""
-        if self.output is not None or self._unwritable or self.place is None:
+        if self.output is not None or self._unwritable or self.place is None or self.config.format == "api":
             return
         try:
             identity = shared_run_id(self._number)
@@ -352,12 +411,13 @@ class Session:
 
     def _warn_about_targets(self) -> None:
         names = [name for watch in self.watches for name in watch.inventory.all_names]
+        modules = [name for watch in self.watches if watch.modules for name in watch.modules.names]
         selection = Selection(self.config.targets)
-        for name in names:
+        for name in [*names, *modules]:
             selection.selects(name)
-        for target, close in selection.unmatched(names).items():
+        for target, close in selection.unmatched([*names, *modules]).items():
             hint = f"; close: {', '.join(close)}" if close else ""
-            log.say(f"target `{target}` matches no parameter{hint}", once=f"target:{target}")
+            log.say(f"target `{target}` matches no module or parameter{hint}", once=f"target:{target}")
 
     # The end
 

@@ -11,10 +11,11 @@ import torch
 
 from msmon.backends.pytorch import events
 from msmon.backends.pytorch.devices import capturing
-from msmon.backends.pytorch.recorder import StepRecorder
+from msmon.backends.pytorch.recorder import StepRecorder, describe
 from msmon.backends.pytorch.roots import optimizer_parameters
 from msmon.backends.pytorch.taps import weights
 from msmon.backends.pytorch.taps.gradients import GradientTap
+from msmon.backends.pytorch.taps.modules import ModuleTaps, wants_modules
 from msmon.backends.pytorch.taps.optimizer_state import OptimizerStateTap
 from msmon.backends.pytorch.taps.reduction import Reduction
 from msmon.backends.pytorch.taps.weights import WeightTap
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from msmon.backends.base import Kernel
     from msmon.backends.pytorch.adapters.plain import PlainAdapter
+    from msmon.backends.pytorch.module_calls import ModuleCalls
     from msmon.config.schema import MonitorConfig
     from msmon.record.table import Row, StepTable
 
@@ -99,6 +101,7 @@ class Watch:
         self.gate = StepGate(config.start_step, config.step_interval, config.collect_times)
         self.ledger = Ledger()
         self.report: dict[str, Any] = {}
+        self._kernel = kernel
         self._reduction = Reduction(kernel, [Statistic(op) for op in config.statistics], config.eps)
         self._next_config = config
         self.emit = emit
@@ -114,24 +117,42 @@ class Watch:
         self.weights = WeightTap(self._reduction) if config.param_distribution else None
         self.state = OptimizerStateTap(self._reduction, adapter) if config.mv_distribution else None
         self.gradients = self._make_gradient_tap() if config.wg_distribution else None
+        self.modules = self._make_module_taps() if wants_modules(config) else None
         self.guards = {tap.part: Guard(tap.part) for tap in (self.weights, self.state, self.gradients) if tap}
 
     def _make_gradient_tap(self) -> GradientTap:
         return GradientTap(
             self._reduction,
             self.adapter,
-            micro_step=self._micro_step,
+            micro_step=self._pass_reached,
             collecting=lambda: self.listening and not self._inside_step and not capturing(),
             every_micro_batch=self.config.monitor_mbs_grad,
         )
 
+    def _make_module_taps(self) -> ModuleTaps:
+        return ModuleTaps(
+            self.config,
+            self._reduction,
+            listening=lambda: self.listening and not self._inside_step,
+            micro_step=lambda: self._micro_batch(self._open_passes),
+            pass_reached=self._pass_reached,
+        )
+
     # What is watched
 
-    def add_root(self, root: Module, naming: Naming) -> None:
-        """Watch the parameters of a module."""
+    def add_root(self, root: Module, naming: Naming, calls: ModuleCalls | None = None) -> None:
+        """Watch the parameters of a module, and the modules in it.
+
+        Args:
+            root: The module.
+            naming: How its parameters and modules are named.
+            calls: Hooks on its modules that are there already.
+        """
         self.roots.append(weakref.ref(root))
         self._namings.append(naming)
         self.inventory.take(root, self.adapter, naming, self._selection)
+        if self.modules is not None:
+            self.ledger.keep(self.modules.add_root(root, naming, calls))
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Its steps are training steps of this model."""
@@ -181,6 +202,8 @@ class Watch:
         self.inventory.take_bare(parameters, _BARE_NAMES, self._selection)
         in_use = [*self._held_by_models(), *(p for other in self.optimizers for p in optimizer_parameters(other))]
         self.inventory.keep_only({id(parameter) for parameter in in_use})
+        if self.modules is not None:
+            self.modules.look_again()
 
     def _held_by_models(self) -> Iterator[Tensor]:
         for reference in self.roots:
@@ -201,11 +224,22 @@ class Watch:
             and self._open_passes
             and self.gradients.forget_discarded(self.inventory.by_id.values())
         ):
-            self._open_passes = 0
+            self._forget_passes()
+
+    def backward_ends(self) -> None:
+        """A backward pass has ended: no further gradient of it will come."""
+        if self.modules is not None:
+            self.modules.backward_ends()
+
+    def _forget_passes(self) -> None:
+        """The gradients of the backward passes so far were thrown away: they belong to no step."""
+        self._open_passes = 0
+        if self.modules is not None:
+            self.modules.gradients_discarded()
 
     def gradients_zeroed(self, owner: Optimizer | Module) -> None:
         """Gradients of an optimizer or a module were zeroed: what backward passes left of them belongs to no step."""
-        if self.gradients is None or self._inside_step or self.gradients.idle:
+        if self._inside_step or not self._open_passes:
             return
         if isinstance(owner, torch.nn.Module):
             zeroed = {id(parameter) for parameter in owner.parameters()}
@@ -213,16 +247,28 @@ class Watch:
             zeroed = self._optimizers[id(owner)].held
         else:
             return
-        if self.gradients.forget(zeroed):
-            self._open_passes = 0
+        if self.gradients is None:
+            discarded = not zeroed.isdisjoint(self.inventory.by_id)
+        else:
+            discarded = self.gradients.forget(zeroed)
+        if discarded:
+            self._forget_passes()
 
-    def _micro_step(self) -> int:
+    def _pass_reached(self) -> int:
+        """A backward pass has come to this model: count it once.
+
+        Returns:
+            Its micro-batch.
+        """
         current = events.current_backward()
         if current != self._backward:
             self._backward = current
             self._open_passes += 1
-        latest = max(self._open_passes - 1, 0)
-        return latest if self._grad_acc_steps is None else min(latest, self._grad_acc_steps - 1)
+        return self._micro_batch(self._open_passes - 1)
+
+    def _micro_batch(self, passes: int) -> int:
+        """The micro-batch that comes after so many backward passes of the step."""
+        return max(passes, 0) if self._grad_acc_steps is None else min(max(passes, 0), self._grad_acc_steps - 1)
 
     def step_begins(self, optimizer: Optimizer, inner: Sequence[Optimizer], *, backward_done: bool) -> None:
         """An optimizer is about to step: weights and state as they are before it.
@@ -238,6 +284,7 @@ class Watch:
             return
         entry = self._refresh(optimizer)
         if backward_done:
+            self._move_modules()
             self._tap(self.gradients, lambda tap: tap.move_unreduced(self._recorder, entry.parameters))
         self._tap(self.weights, lambda tap: tap.read(self._recorder, weights.BEFORE, self._weights_of(entry)))
         self._tap(self.state, lambda tap: tap.read(self._recorder, [optimizer, *inner], entry.parameters))
@@ -253,6 +300,7 @@ class Watch:
             return
         self._inside_step = True
         entry = self._optimizers[id(optimizer)]
+        self._move_modules()
         divisor = _tensor(optimizer, "grad_scale")  # a fused optimizer unscales by itself, during the step
         self._tap(self.gradients, lambda tap: tap.move_unreduced(self._recorder, entry.parameters))
         self._tap(self.gradients, lambda tap: tap.read_reduced(self._recorder, entry.parameters, divisor))
@@ -275,6 +323,10 @@ class Watch:
         else:
             self.listening = self.collecting or self.gate.wants(self.rounds.step + 1)
 
+    def _move_modules(self) -> None:
+        if self.modules is not None:
+            self.modules.move(self._recorder)
+
     def _settle(self) -> None:
         """Backward passes up to here belong to this training step; those from here on may belong to the next."""
         self._settled_passes += self._open_passes
@@ -285,13 +337,16 @@ class Watch:
     def close_round(self, *, complete: bool = True) -> None:
         """The training step is over: hand its table on and go to the next."""
         if self.collecting:
-            micro_steps = self._settled_passes if self.gradients is not None else None  # gradient hooks count them
+            counted = self.gradients is not None or self.modules is not None  # by their hooks
+            micro_steps = self._settled_passes if counted else None
             table = self._recorder.finish(self.label, self.rounds.step, micro_steps, complete=complete)
             self.gate.count()
             self.emit(table, self.config)
         if self.gradients is not None:
             self.gradients.forget_settled()
         self._settled_passes = 0
+        if self.modules is not None:
+            self.modules.step_is_over()
         self.rounds.close()
         self._follow_config()
         self.collecting = self.listening = self.gate.wants(self.rounds.step)
@@ -307,9 +362,20 @@ class Watch:
     def _follow_config(self) -> None:
         if self.config is not self._next_config and self.gradients is not None:
             self.gradients.forget()  # computed under the old one
-        self.config = self._next_config
+        before, self.config = self.config, self._next_config
+        if self.config is not before:
+            self._renew_module_taps()
         self._reduction.change([Statistic(op) for op in self.config.statistics], self.config.eps)
         self._recorder = StepRecorder()
+
+    def _renew_module_taps(self) -> None:
+        if self.modules is not None:
+            self.modules.undo()
+        self.modules = self._make_module_taps() if wants_modules(self.config) else None
+        for reference, naming in zip(self.roots, self._namings, strict=True):
+            root = reference()
+            if self.modules is not None and root is not None:
+                self.ledger.keep(self.modules.add_root(root, naming))
 
     def abandon(self) -> None:
         """``optimizer.step`` was left by an exception, and training goes on: the step stays as far as it came."""
@@ -323,6 +389,7 @@ class Watch:
             self.close_round(complete=not self._inside_step)
         if not self.collecting:
             return
+        self._move_modules()
         self._tap(self.gradients, lambda tap: tap.move_unreduced(self._recorder))
         if len(self._recorder):
             self._settle()
@@ -334,12 +401,28 @@ class Watch:
             return [], []
         return self.gradients.current(self.inventory.selected())
 
+    def current_activations(self) -> tuple[list[tuple[Row, Tensor]], list[tuple[Row, Tensor]]]:
+        """Activations and their gradients, read since the last step."""
+        return ([], []) if self.modules is None else self.modules.current()
+
+    def add_tensor(self, kind: str, name: str, tensor: Tensor, statistics: Sequence[Statistic]) -> None:
+        """Add a row about any tensor to the step under way, when that is collected."""
+        if self.listening:
+            row = describe(kind, name, 0, tensor)._replace(features=tuple(statistic.value for statistic in statistics))
+            reduction = Reduction(self._kernel, statistics, self.config.eps)
+            with torch.no_grad():
+                numbers = reduction.one(row, tensor)
+            if numbers is not None:
+                self._recorder.add([row], [numbers])
+
     def start_anew(self) -> None:
         """After a fork: what the parent collected so far is the parent's."""
         self._recorder = StepRecorder()
         self.report = {}
         if self.gradients is not None:
             self.gradients.forget()
+        if self.modules is not None:
+            self.modules.forget()
 
     def _weights_of(self, entry: _OptimizerInUse) -> list[WatchedParameter]:
         """The weights read at a step: those of its optimizer, and with the first of a round those of no optimizer."""

@@ -1,0 +1,438 @@
+"""Sees the forward calls of a model's modules, and the gradients that backward passes send through their boundaries.
+
+Nothing is put into the graph: no view, no clone, no identity function. Each of those changes in which groups autograd
+sums the gradients of a tensor with several consumers, and so the bits. Instead hooks sit on nodes that are there anyway:
+
+- the gradient of an *output* comes to the node that made the output;
+- the gradient that a module sends to an *input* leaves through nodes of the module whose next edge is that of the input.
+  They are found after the forward, walking from the outputs back to the input, and never past where the forward began.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from msmon import log
+from msmon.backends.pytorch import events
+from msmon.backends.pytorch.devices import capturing
+from msmon.backends.pytorch.module_hook import ModuleHook
+from msmon.backends.pytorch.naming import unwrap, walk_modules
+from msmon.backends.pytorch.structure import elements, parts, tensors_of
+from msmon.runtime.guard import Guard
+from msmon.runtime.ledger import Ledger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+    from torch.autograd.graph import Node
+    from torch.nn import Module
+
+INPUT, OUTPUT = "input", "output"
+
+_ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
+Edge = tuple["Node", int]
+"""A node of autograd's graph, and which of its outputs (forward) a tensor is."""
+
+
+@dataclass
+class WatchedModule:
+    """One module of a watched model.
+
+    Attributes:
+        reference: The module.
+        name: Its name in the files; empty for the root.
+        names: All forms of its name that a target may have.
+        stage: Index of its model chunk.
+        calls: Forwards so far in the micro-batch ``micro_step``.
+        without_graph: Forwards inside reentrant checkpointing, whose graph is made when they are computed again.
+    """
+
+    reference: weakref.ref[Module]
+    name: str
+    names: tuple[str, ...]
+    stage: int
+    micro_step: int = -1
+    calls: int = 0
+    without_graph: list[Call] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Call:
+    """One forward of one module.
+
+    Attributes:
+        module: Which.
+        micro_step: Backward passes that the step has seen before it.
+        number: Forwards of this module before it in this micro-batch.
+        again: Whether it computes again what a checkpoint has thrown away: only its graph is of interest.
+        elements: Of each side, for each of its tensors, the position of the argument or item that holds it.
+        edges: Where the gradients of its inputs go: position of the tensor.
+        begin: Nodes made by the forward have sequence numbers from here on.
+    """
+
+    module: WatchedModule
+    micro_step: int
+    number: int
+    again: bool = False
+    elements: dict[str, list[int]] = field(default_factory=dict)
+    edges: dict[Edge, int] = field(default_factory=dict)
+    begin: int = 0
+
+
+class Observer(Protocol):
+    """Looks at calls. Runs guarded by the one who gives it to :class:`ModuleCalls`."""
+
+    def begins(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+        """A forward begins; its inputs, with these tensors in them, are as they came."""
+
+    def ends(self, call: Call, output: Any, tensors: Sequence[Tensor]) -> None:  # noqa: ANN401 - whatever a module returns
+        """A forward has returned, with these tensors in its output."""
+
+    def wants(self, call: Call, side: str) -> bool:
+        """Whether gradients of this side (:data:`INPUT`, :data:`OUTPUT`) shall be looked for."""
+
+    def gradient(self, call: Call, side: str, position: int, gradient: Tensor, micro_step: int) -> None:
+        """A backward pass, of this micro-batch, has brought the gradient of one of the tensors of a side."""
+
+
+class _Thread(threading.local):
+    """What is under way on one thread."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.regions: dict[Node, list[tuple[Node, int, Edge]]] = {}
+
+
+class ModuleCalls:
+    """The hooks on the modules of one root.
+
+    Args:
+        root: The model; its modules are hooked at once, those it gains later by :meth:`hook`.
+        arrived: Called when a forward in training begins while nobody observes yet: may call :meth:`observe`.
+    """
+
+    def __init__(self, root: Module, arrived: Callable[[], None] | None = None) -> None:
+        self.root = weakref.ref(root)
+        self._arrived = arrived
+        self._ledger = Ledger()
+        self._hooked: weakref.WeakValueDictionary[int, Module] = weakref.WeakValueDictionary()
+        self._modules: dict[int, WatchedModule] = {}
+        self._observers: list[tuple[Observer, Guard]] = []
+        self._listening: Callable[[], bool] = lambda: self._arrived is not None
+        self._micro_step: Callable[[], int] = lambda: 0
+        self._pass_reached: Callable[[], int] = lambda: 0
+        self._thread = _Thread()
+        self._partial: dict[tuple[int, int], tuple[Call, int, Tensor | None, int]] = {}
+        self._guard = Guard("looking at modules")
+        self.hook()
+
+    def hook(self) -> None:
+        """Put hooks on every module of the root that has none yet. Scripted modules take none."""
+        root = self.root()
+        found = walk_modules(root, wrappers=True) if root is not None else ()
+        for module, _, _ in found:
+            if self._hooked.get(id(module)) is module or isinstance(module, torch.jit.ScriptModule):
+                continue
+            self._hooked[id(module)] = module
+            before, after = ModuleHook(module, self._begins), ModuleHook(module, self._ends)
+            self._ledger.keep(module.register_forward_pre_hook(before, with_kwargs=True))
+            self._ledger.keep(module.register_forward_hook(after, with_kwargs=True))
+
+    def observe(
+        self,
+        modules: Sequence[WatchedModule],
+        observers: Sequence[tuple[Observer, Guard]],
+        *,
+        listening: Callable[[], bool],
+        micro_step: Callable[[], int],
+        pass_reached: Callable[[], int],
+    ) -> None:
+        """Tell these observers of the calls of these modules from now on.
+
+        Args:
+            modules: Modules of this root.
+            observers: Each with the guard that it runs under.
+            listening: Whether the step under way is collected: the only thing asked in a step that is not.
+            micro_step: The micro-batch that a forward belongs to.
+            pass_reached: Told when a backward pass comes to this model; returns its micro-batch.
+        """
+        self._arrived = None
+        known = {id(module): old for old in self._modules.values() if (module := old.reference()) is not None}
+        self._modules = {
+            id(module): known.get(id(module), watched)
+            for watched in modules
+            if (module := watched.reference()) is not None
+        }
+        self._observers = list(observers)
+        self._listening, self._micro_step, self._pass_reached = listening, micro_step, pass_reached
+
+    def undo(self) -> None:
+        """Take every hook out."""
+        self._ledger.undo()
+        self._arrived = None
+        self._hooked.clear()
+        self._modules.clear()
+        self._observers.clear()
+        self._partial.clear()
+
+    def remove(self) -> None:
+        """The same, as the ledger of the one who made this calls it."""
+        self.undo()
+
+    def step_is_over(self) -> None:
+        """The next forward is the first of its step; what an exception left under way is forgotten."""
+        self._thread.calls.clear()
+        self._thread.regions.clear()
+        for watched in self._modules.values():
+            watched.micro_step = -1
+            watched.without_graph.clear()
+
+    # A forward
+
+    def _begins(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._listening():
+            return
+        under_way = self._thread.calls
+        again = torch._C._current_graph_task_id() != -1  # noqa: SLF001 - autograd has no public name for it
+        if not module.training or not (again or under_way or _in_training()) or _transformed():
+            return
+        if self._arrived is not None:
+            self._arrived()
+        watched = self._modules.get(id(module))
+        if watched is None or watched.reference() is not module:
+            return
+        if under_way and _wraps(under_way[-1].module, watched):
+            return  # a compiled module that runs uncompiled: its wrapper has the call
+        if not again:
+            call = self._number(watched)
+        elif watched.without_graph:
+            call = watched.without_graph.pop()
+            call.again = True
+        else:
+            return  # the graph of the first forward is still the one that counts
+        under_way.append(call)
+        self._guard.run(self._see_inputs, call, args, kwargs)
+
+    def _see_inputs(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found = tensors_of(elements(args, kwargs))
+        tensors = [tensor for _, tensor in found]
+        call.elements[INPUT] = [element for element, _ in found]
+        if torch.is_grad_enabled():
+            for position, tensor in enumerate(tensors):
+                edge = _edge(tensor)
+                if edge is not None:
+                    call.edges.setdefault(edge, position)
+            call.begin = torch._C._autograd._get_sequence_nr()  # noqa: SLF001 - as above
+        if not call.again:
+            for observer, guard in self._observers:
+                guard.run(observer.begins, call, args, kwargs, tensors)
+
+    def _number(self, watched: WatchedModule) -> Call:
+        micro_step = self._micro_step()
+        if micro_step != watched.micro_step:
+            watched.micro_step, watched.calls = micro_step, 0
+        watched.calls += 1
+        return Call(watched, micro_step, watched.calls - 1)
+
+    def _ends(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ANN401 - whatever a module returns
+        del args, kwargs
+        under_way = self._thread.calls
+        if not under_way or not any(call.module.reference() is module for call in under_way):
+            return
+        while (call := under_way.pop()).module.reference() is not module:
+            pass  # left by an exception that the model has caught
+        self._guard.run(self._see_outputs, call, output)
+        call.edges = {}  # they hold nodes, and so the graph
+        if not under_way:
+            self._thread.regions.clear()
+
+    def _see_outputs(self, call: Call, output: Any) -> None:  # noqa: ANN401 - as above
+        found = tensors_of(parts(output))
+        tensors = [tensor for _, tensor in found]
+        call.elements[OUTPUT] = [element for element, _ in found]
+        if not call.again:
+            for observer, guard in self._observers:
+                guard.run(observer.ends, call, output, tensors)
+        self._watch_gradients(call, tensors)
+
+    # Gradients
+
+    def _watch_gradients(self, call: Call, outputs: Sequence[Tensor]) -> None:
+        made = [(position, edge) for position, tensor in enumerate(outputs) if (edge := _edge(tensor)) is not None]
+        if not torch.is_grad_enabled() and not call.again:
+            call.module.without_graph.append(call)
+            return
+        if not made:
+            return
+        wanted = {side for side in (INPUT, OUTPUT) if any(o.wants(call, side) for o, _ in self._observers)}
+        self._hook_outputs(call, made, count=len(self._thread.calls) == 0 or call.again, wanted=OUTPUT in wanted)
+        if INPUT in wanted:
+            self._hook_inputs(call, [edge for _, edge in made])
+
+    def _hook_outputs(self, call: Call, made: Sequence[tuple[int, Edge]], *, count: bool, wanted: bool) -> None:
+        if not (count or wanted):
+            return
+        by_node: dict[Node, list[tuple[int, int]]] = {}
+        for position, (node, number) in made:
+            by_node.setdefault(node, []).append((position, number))
+        for node, places in by_node.items():
+            if not _accumulates(node):
+                node.register_prehook(functools.partial(self._output_gradients, call, places, wanted))
+
+    def _output_gradients(
+        self,
+        call: Call,
+        places: Sequence[tuple[int, int]],
+        wanted: bool,  # noqa: FBT001 - bound by functools.partial
+        gradients: Sequence[Tensor | None],
+    ) -> None:
+        if not self._in_backward():
+            return
+        self._pass_reached()
+        if wanted:
+            for position, number in places:
+                self._tell(call, OUTPUT, position, gradients[number])
+
+    def _hook_inputs(self, call: Call, made: Sequence[Edge]) -> None:
+        """Find the nodes through which gradients leave the module towards its inputs, and hook them."""
+        exits = self._exits(made, call.edges, call.begin)
+        for edge in made:
+            if edge not in call.edges:
+                self._thread.regions.setdefault(edge[0], exits)
+        leaving: dict[int, list[tuple[Node, int]]] = {}
+        for node, slot, edge in exits:
+            if edge in call.edges:
+                leaving.setdefault(call.edges[edge], []).append((node, slot))
+        for position, places in leaving.items():
+            for node, slot in places:
+                node.register_hook(functools.partial(self._input_gradient, call, position, slot, len(places)))
+        for node, number in made:  # an input handed through: what comes to the output goes to the input
+            position = call.edges.get((node, number), -1)
+            if position >= 0 and position not in leaving and not _accumulates(node):
+                node.register_prehook(functools.partial(self._handed_through, call, position, number))
+
+    def _exits(self, made: Sequence[Edge], inputs: Mapping[Edge, int], begin: int) -> list[tuple[Node, int, Edge]]:
+        """Edges that lead out of the forward's own graph: node, which of its edges, and where that leads.
+
+        The graph of a module inside has been walked already: its exits stand for it.
+        """
+        exits: list[tuple[Node, int, Edge]] = []
+        seen: set[Node] = set()
+        stack = [node for node, number in made if (node, number) not in inputs]
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            inner = self._thread.regions.get(node)
+            leads = inner if inner is not None else _edges_of(node)
+            for source, slot, edge in leads:
+                target = edge[0]
+                if edge in inputs or _accumulates(target) or target._sequence_nr() < begin:  # noqa: SLF001 - as above
+                    exits.append((source, slot, edge))
+                else:
+                    stack.append(target)
+        return exits
+
+    def _input_gradient(
+        self,
+        call: Call,
+        position: int,
+        slot: int,
+        expected: int,
+        leaving: Sequence[Tensor | None],
+        _arriving: Sequence[Tensor | None],
+    ) -> None:
+        if not self._in_backward():
+            return
+        gradient = leaving[slot] if slot < len(leaving) else None
+        if expected == 1:
+            self._tell(call, INPUT, position, gradient)
+            return
+        key = id(call), position
+        _, _, total, seen = self._partial.get(key, (call, position, None, 0))
+        if gradient is not None:
+            with torch.no_grad():
+                total = gradient if total is None else total + gradient
+        self._partial[key] = call, position, total, seen + 1
+        if seen + 1 == expected:
+            self._complete(key)
+
+    def _handed_through(self, call: Call, position: int, number: int, gradients: Sequence[Tensor | None]) -> None:
+        if self._in_backward():
+            self._tell(call, INPUT, position, gradients[number])
+
+    def backward_ends(self) -> None:
+        """A backward pass is over: what some nodes have not sent will not come."""
+        for key in list(self._partial):
+            self._complete(key)
+
+    def _complete(self, key: tuple[int, int]) -> None:
+        call, position, total, _ = self._partial.pop(key)
+        self._tell(call, INPUT, position, total)
+
+    def _in_backward(self) -> bool:
+        return self._listening() and events.in_backward()
+
+    def _tell(self, call: Call, side: str, position: int, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            micro_step = self._pass_reached()
+            for observer, guard in self._observers:
+                guard.run(observer.gradient, call, side, position, gradient, micro_step)
+
+
+def _in_training() -> bool:
+    """Whether a forward begun here is part of training: rollouts and evaluations switch gradients off."""
+    return torch.is_grad_enabled() or events.in_checkpoint()
+
+
+def _transformed() -> bool:
+    """Whether tensors are not what they seem: functorch's transforms, tracing, CUDA graphs."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001 - torch has no public name for it
+        or torch._C._get_tracing_state() is not None  # noqa: SLF001 - as above
+        or capturing()
+    )
+
+
+def _wraps(outer: WatchedModule, inner: WatchedModule) -> bool:
+    """Whether the one is a wrapper around the other and stands for it in the files."""
+    wrapper = outer.reference()
+    return outer.name == inner.name and wrapper is not None and unwrap(wrapper) is inner.reference()
+
+
+def _edge(tensor: Tensor) -> Edge | None:
+    """Where the gradient of a tensor goes; ``None`` for one that needs none."""
+    if not tensor.requires_grad:
+        return None
+    node = tensor.grad_fn
+    if node is None:
+        with torch.enable_grad():
+            node = tensor.view_as(tensor).grad_fn
+        return node.next_functions[0] if node is not None else None  # type: ignore[return-value]  # always a node
+    return node, tensor.output_nr
+
+
+def _edges_of(node: Node) -> list[tuple[Node, int, Edge]]:
+    """Where a node sends gradients: itself, which of them, and to which output of which node."""
+    return [(node, slot, (target, nr)) for slot, (target, nr) in enumerate(node.next_functions) if target is not None]
+
+
+def _accumulates(node: Node) -> bool:
+    """Whether this node is where a leaf's gradient ends."""
+    return node.name() == _ACCUMULATE_GRAD
+
+
+def say_compiled(name: str) -> None:
+    """Say once what is recorded of a compiled model."""
+    log.say(
+        f"{name} is compiled: of what it computes inside, activations cannot be seen; its input and output are recorded",
+        once=f"compiled:{name}",
+    )

@@ -1,0 +1,180 @@
+"""What is recorded of the modules of one watched model: activations, structure, call stacks."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from msmon import log
+from msmon.backends.pytorch.module_calls import ModuleCalls, WatchedModule, say_compiled
+from msmon.backends.pytorch.naming import walk_modules, wrapped_attribute
+from msmon.backends.pytorch.taps.activations import ActivationTap
+from msmon.backends.pytorch.taps.stacks import StackTap
+from msmon.backends.pytorch.taps.structure import StructureTap
+from msmon.plan.names import squash_all
+from msmon.plan.selection import ModuleSelection
+from msmon.runtime.guard import Guard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+    from torch.nn import Module
+
+    from msmon.backends.pytorch.module_calls import Observer
+    from msmon.backends.pytorch.recorder import StepRecorder
+    from msmon.backends.pytorch.taps.reduction import Reduction
+    from msmon.backends.pytorch.watched import Naming
+    from msmon.config.schema import MonitorConfig
+    from msmon.record.table import Row
+
+
+def wants_modules(config: MonitorConfig) -> bool:
+    """Whether anything of this configuration needs hooks on modules."""
+    return _wants_activations(config) or config.print_struct or config.stack_info
+
+
+def _wants_activations(config: MonitorConfig) -> bool:
+    return config.xy_distribution and not (config.forward_only and config.backward_only)
+
+
+class ModuleTaps:
+    """Looks at the modules of one watched model.
+
+    Args:
+        config: What to record.
+        reduction: Statistics.
+        listening: Whether the step under way is collected.
+        micro_step: The micro-batch that a forward belongs to.
+        pass_reached: Told when a backward pass comes to this model; returns its micro-batch.
+    """
+
+    def __init__(
+        self,
+        config: MonitorConfig,
+        reduction: Reduction,
+        *,
+        listening: Callable[[], bool],
+        micro_step: Callable[[], int],
+        pass_reached: Callable[[], int],
+    ) -> None:
+        self._told = {"listening": listening, "micro_step": micro_step, "pass_reached": pass_reached}
+        self._selection = ModuleSelection(
+            {name: target.model_dump() for name, target in config.targets.items()},
+            everything=config.all_xy or config.print_struct,
+        )
+        self.activations: ActivationTap | None = None
+        if _wants_activations(config):
+            self.activations = ActivationTap(
+                reduction, self._selection, forward=not config.backward_only, backward=not config.forward_only
+            )
+        self.structure = StructureTap() if config.print_struct else None
+        self.stacks = StackTap() if config.stack_info else None
+        taps = (self.activations, self.structure, self.stacks)
+        self._observers: list[tuple[Observer, Guard]] = [(tap, Guard(tap.part)) for tap in taps if tap is not None]
+        self._roots: list[tuple[ModuleCalls, Naming]] = []
+        self._modules: list[WatchedModule] = []
+        self._names: list[str] = []
+
+    def add_root(self, root: Module, naming: Naming, calls: ModuleCalls | None = None) -> ModuleCalls:
+        """Look at the modules of this root too.
+
+        Args:
+            root: A module.
+            naming: How its rows are named.
+            calls: Hooks that are on it already.
+        """
+        calls = calls or ModuleCalls(root)
+        self._roots.append((calls, naming))
+        self._take(calls, root, naming)
+        return calls
+
+    def look_again(self) -> None:
+        """Modules were added or wrapped: hook what is new."""
+        for calls, naming in self._roots:
+            root = calls.root()
+            if root is not None:
+                calls.hook()
+                self._take(calls, root, naming)
+
+    def _take(self, calls: ModuleCalls, root: Module, naming: Naming) -> None:
+        every = list(_named(root, naming))
+        self._names += [form for watched in every for form in watched.names if form not in self._names]
+        found = [watched for watched in every if self._selection.selects(watched.names)]
+        self._modules = [watched for watched in self._modules if watched.reference() is not None]
+        known = {id(watched.reference()) for watched in self._modules}
+        self._modules += [watched for watched in found if id(watched.reference()) not in known]
+        calls.observe(self._modules, self._observers, **self._told)  # type: ignore[arg-type]  # three callables
+
+    def move(self, recorder: StepRecorder) -> None:
+        """Hand what was read to the step under way."""
+        if self.activations is not None:
+            self.activations.move(recorder)
+
+    def step_is_over(self) -> None:
+        """The next forward is the first of its step."""
+        for calls, _ in self._roots:
+            calls.step_is_over()
+
+    def backward_ends(self) -> None:
+        """A backward pass has ended."""
+        for calls, _ in self._roots:
+            calls.backward_ends()
+
+    def gradients_discarded(self) -> None:
+        """What backward passes have left so far belongs to no step."""
+        if self.activations is not None:
+            self.activations.forget()
+
+    def forget(self) -> None:
+        """Drop everything read and not handed on."""
+        if self.activations is not None:
+            self.activations.forget_all()
+
+    def current(self) -> tuple[list[tuple[Row, Tensor]], list[tuple[Row, Tensor]]]:
+        """Activations and their gradients, read since the last step."""
+        return ([], []) if self.activations is None else self.activations.current()
+
+    def describe(self) -> dict[str, Any]:
+        """The content of ``module_struct.json``."""
+        return {} if self.structure is None else self.structure.document(self._modules)
+
+    def say_what_is_compiled(self) -> None:
+        """Say once what cannot be seen inside compiled modules."""
+        if self.activations is None:
+            return
+        for watched in self._modules:
+            module = watched.reference()
+            if module is None:
+                continue
+            if wrapped_attribute(module) == "_orig_mod":
+                say_compiled(watched.name or type(module).__name__)
+            elif getattr(module, "_compiled_call_impl", None) is not None:
+                name = watched.name or type(module).__name__
+                log.say(
+                    f"{name} was compiled in place: its activations cannot be seen; with torch.compile(model) its "
+                    "input and output can",
+                    once=f"compiled:{name}",
+                )
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all modules of these roots, in every form that a target may have."""
+        return self._names
+
+    def undo(self) -> None:
+        """Take every hook out."""
+        for calls, _ in self._roots:
+            calls.undo()
+        self._modules.clear()
+
+
+def _named(root: Module, naming: Naming) -> Iterator[WatchedModule]:
+    found = list(walk_modules(root, wrappers=naming.raw))
+    own_names = [raw if naming.raw else name for _, name, raw in found]
+    short = squash_all(own_names) if naming.squash else {}
+    for (module, name, raw), own in zip(found, own_names, strict=True):
+        whole = (naming.prefix + own).rstrip(".")
+        forms = (whole, *({name, raw} - {whole}))
+        shown = (naming.prefix + short.get(own, own)).rstrip(".")
+        yield WatchedModule(weakref.ref(module), shown, forms, naming.stage)

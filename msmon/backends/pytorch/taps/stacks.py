@@ -1,0 +1,78 @@
+"""Where in the user's code each module is called."""
+
+from __future__ import annotations
+
+import csv
+import io
+import linecache
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import msmon
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from types import FrameType
+
+    from torch import Tensor
+
+    from msmon.backends.pytorch.module_calls import Call
+
+FILE = "stack_info.csv"
+_OURS = tuple(str(Path(package.__file__).parent) + "/" for package in (torch, msmon) if package.__file__)
+
+
+class StackTap:
+    """See :class:`msmon.backends.pytorch.module_calls.Observer`. Looks at the first call of each module."""
+
+    part = "recording of call stacks"
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[tuple[str, int, str]]] = {}
+
+    def begins(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+        """Nothing: modules are listed in the order in which they return."""
+
+    def ends(self, call: Call, output: Any, tensors: Sequence[Tensor]) -> None:  # noqa: ANN401 - whatever a module returns
+        """Note where the call came from."""
+        del output, tensors
+        name = f"{call.module.stage}:{call.module.name}"
+        if name not in self.found:
+            self.found[name] = user_stack(sys._getframe())  # noqa: SLF001 - the public way formats every line at once
+
+    def wants(self, call: Call, side: str) -> bool:
+        """No gradients."""
+        del call, side
+        return False
+
+    def gradient(self, call: Call, side: str, position: int, gradient: Tensor, micro_step: int) -> None:
+        """Nothing."""
+
+
+def content(taps: Iterable[StackTap]) -> str:
+    """The file: a line a module, in the order of return, each with its frames, innermost first."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(["module_name", "stack_info"])
+    for tap in taps:
+        for name, frames in tap.found.items():
+            writer.writerow([name, "".join(_line(*frame) for frame in frames)])
+    return buffer.getvalue()
+
+
+def user_stack(frame: FrameType | None) -> list[tuple[str, int, str]]:
+    """File, line and function of every frame that belongs to neither torch nor msmon, innermost first."""
+    found = []
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith(_OURS):
+            found.append((code.co_filename, frame.f_lineno, code.co_name))
+        frame = frame.f_back
+    return found
+
+
+def _line(file: str, line: int, function: str) -> str:
+    return f"File {file}, line {line}, in {function}, \n {linecache.getline(file, line).strip()} \n"
