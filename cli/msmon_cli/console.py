@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.tree import Tree
 
 import msmon
 from msmon.errors import ConfigError, MsmonError
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from msmon.offline.structure import ModuleNode
+
 DOCS = "docs/messages.md"
+_TENSOR = re.compile(r"size=(?P<size>.+), dtype=torch\.(?P<dtype>\w+)")
 
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
 _out = Console(highlight=False, soft_wrap=True)
@@ -39,6 +48,11 @@ def show_warning(text: str) -> None:
     _err.print(f"[yellow]warning:[/] {escape(text)}")
 
 
+def show_note(text: str) -> None:
+    """A line on stderr that is no warning."""
+    _err.print(escape(text))
+
+
 def show_line(text: str) -> None:
     """A line of data."""
     _out.print(escape(text))
@@ -47,6 +61,53 @@ def show_line(text: str) -> None:
 def show_json(document: object) -> None:
     """A JSON document, without colour."""
     print(json.dumps(document, indent=2, ensure_ascii=False))  # noqa: T201 - data goes out untouched by rich
+
+
+def show_trees(roots: Iterable[ModuleNode]) -> None:
+    """Models as trees: names, classes, what goes in and comes out, parameters."""
+    for root in roots:
+        tree = Tree(_label(root), guide_style="dim")
+        _grow(tree, root)
+        _out.print(tree, soft_wrap=False, overflow="fold")
+    _err.print("∇ marks a tensor whose gradient came back", style="dim")
+
+
+def _grow(tree: Tree, node: ModuleNode) -> None:
+    for child in node.children:
+        _grow(tree.add(_label(child)), child)
+
+
+def _label(node: ModuleNode) -> str:
+    described = node.described
+    head = [f"[bold]{escape(node.name)}[/]"] if node.name else []
+    head += [f"({node.count} equal)"] if node.count > 1 else []
+    head += [f"[cyan]{escape(described['class'])}[/]"] if "class" in described else []
+    lines = [" ".join(head)]
+    if "output" in described:
+        flow = " → ".join(_side(described, side) for side in ("input", "output"))
+        lines.append(f"  {escape(flow)}")
+    parameters = [
+        f"{name} {one['shape']}{'' if one['trainable'] else ' frozen'}"
+        for name, one in described.get("parameters", {}).items()
+    ]
+    if parameters:
+        lines.append(f"  [dim]{escape(', '.join(parameters))}[/]")
+    return "\n".join(lines)
+
+
+def _side(described: Mapping[str, Any], side: str) -> str:
+    """``(4, 3) float32 ∇``; of several tensors ``tuple[2] { … , … }``."""
+    gradients = [text for key, text in described.get(f"{side}_grad", {}).items() if key != "config"]
+    tensors: list[str] = []
+    for key, text in described[side].items():
+        match = _TENSOR.fullmatch(text)
+        if match is not None:
+            came = "size=" in gradients[len(tensors)] if len(tensors) < len(gradients) else False
+            tensors.append(f"{match['size']} {match['dtype']}{' ∇' if came else ''}")
+        elif key != "config":
+            tensors.append(text.removeprefix("<class '").removesuffix("'>"))
+    config = described[side]["config"]
+    return ", ".join(tensors) if config in {"tensor", "list[1]"} else f"{config} {{{', '.join(tensors)}}}"
 
 
 def show_version() -> None:

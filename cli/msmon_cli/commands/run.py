@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 WHAT, SELECTION, OUTPUT = "What to watch", "Selection", "Output"
 OPTIONS = {
     "xy_distribution": "--activations",
+    "forward_only": "--forward-only",
+    "backward_only": "--backward-only",
+    "stack_info": "--stacks",
     "ops": "--ops",
     "step_interval": "--every",
     "start_step": "--start",
@@ -64,9 +67,16 @@ def run(  # noqa: PLR0917 - Typer calls it by name
     ] = False,
     activations: Annotated[
         bool,
-        typer.Option(
-            "--activations", help="Activations and their gradients (not in this version yet).", rich_help_panel=WHAT
-        ),
+        typer.Option("--activations", help="Inputs and outputs of modules, and their gradients.", rich_help_panel=WHAT),
+    ] = False,
+    forward_only: Annotated[
+        bool, typer.Option("--forward-only", help="Of activations, not their gradients.", rich_help_panel=WHAT)
+    ] = False,
+    backward_only: Annotated[
+        bool, typer.Option("--backward-only", help="Of activations, only their gradients.", rich_help_panel=WHAT)
+    ] = False,
+    stacks: Annotated[
+        bool, typer.Option("--stacks", help="Where in the code each module is called.", rich_help_panel=WHAT)
     ] = False,
     ops: Annotated[
         str,
@@ -139,7 +149,7 @@ def run(  # noqa: PLR0917 - Typer calls it by name
         str,
         typer.Option(
             "--format",
-            help="csv (tensorboard and api are not in this version yet).",
+            help="csv, or api: memory only (tensorboard is not in this version yet).",
             show_default=False,
             rich_help_panel=OUTPUT,
         ),
@@ -148,7 +158,7 @@ def run(  # noqa: PLR0917 - Typer calls it by name
         int | None, typer.Option("--ndigits", help="Decimals in CSV.", show_default=False, rich_help_panel=OUTPUT)
     ] = None,
 ) -> None:
-    """Run a training command and record what its weights, gradients and optimizer state do, step by step.
+    """Run a training command and record what its weights, gradients, activations and optimizer state do, step by step.
 
     The command itself is unchanged: same process, same output, same exit code.
     With neither a file nor options: weight gradients, all six statistics.
@@ -158,6 +168,8 @@ def run(  # noqa: PLR0917 - Typer calls it by name
       msmon run -- python train.py
 
       msmon run --gradients --every 100 -- torchrun --nproc-per-node 8 train.py
+
+      msmon run --activations -t blocks.3.mlp -- python train.py
 
       msmon run -c monitor.json -t 'blocks.*.attn' -- accelerate launch train.py
     """
@@ -171,6 +183,9 @@ def run(  # noqa: PLR0917 - Typer calls it by name
         monitor_mbs_grad=micro_batches or None,
         mv_distribution=optimizer_state or None,
         xy_distribution=activations or None,
+        forward_only=forward_only or None,
+        backward_only=backward_only or None,
+        stack_info=stacks or None,
         ops=_words(ops),
         targets={target: {} for target in targets or []},
         step_interval=every,
@@ -180,7 +195,7 @@ def run(  # noqa: PLR0917 - Typer calls it by name
         format=file_format,
         ndigits=ndigits,
     )
-    if config is None and not any(key.endswith("_distribution") for key in options):
+    if config is None and not (stacks or any(key.endswith("_distribution") for key in options)):
         options["wg_distribution"] = True
         options.setdefault("ops", ALL_STATISTICS)
     with _naming_options():  # by themselves: what is wrong here is not in the file
@@ -190,7 +205,9 @@ def run(  # noqa: PLR0917 - Typer calls it by name
     environment, notes = launch.prepare_environment(
         checked, command, output=output, source=str(config or ""), grad_acc_steps=grad_acc_steps
     )
-    if not (checked.param_distribution or checked.wg_distribution or checked.mv_distribution):
+    if checked.forward_only and checked.backward_only:
+        notes.append("forward_only and backward_only are both on: no activations will be recorded")
+    if not checked.kinds:
         notes.append("no kind of data is switched on, so nothing will be recorded; add --gradients, for instance")
     for note in [*notes, *launch.warnings_about(command)]:
         console.show_warning(note)
