@@ -4,20 +4,63 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from msmon.offline.reader import kinds
+
 if TYPE_CHECKING:
     from conftest import Runner
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-GPT = REPOSITORY / "examples" / "gpt"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+GPT = EXAMPLES / "gpt"
 
 
-def losses(text: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", text)]
+@dataclass(frozen=True)
+class Example:
+    """A training in one process.
+
+    Attributes:
+        folder: Its name below examples/.
+        arguments: Sizes small enough for a test.
+        kinds: Files that its monitor.json asks for.
+        falls_to: Share of its first value that ``learned`` must come below.
+        learned: The printed figure that falls while it learns.
+        models: Labels of its models.
+    """
+
+    folder: str
+    arguments: str
+    kinds: set[str]
+    falls_to: float
+    learned: str = "loss"
+    models: tuple[str, ...] = ("",)
+
+
+GRADIENTS = {"grad_unreduced", "grad_reduced"}
+WEIGHTS = {"param_origin", "param_updated"}
+MOMENTS = {"exp_avg", "exp_avg_sq"}
+TRAININGS = [
+    Example("digits", "--steps 60 --width 16 --depth 1", GRADIENTS | WEIGHTS, falls_to=0.5),
+    Example("lstm", "--steps 60 --width 32 --depth 1 --length 24", GRADIENTS, falls_to=0.7),
+    Example("moe", "--steps 80 --width 32", GRADIENTS | MOMENTS, falls_to=0.6),
+    Example(
+        "gan",
+        "--steps 150 --width 32",
+        GRADIENTS | WEIGHTS | MOMENTS,
+        falls_to=0.5,
+        learned="distance",
+        models=("Generator", "Discriminator"),
+    ),
+    Example("vae", "--steps 80 --width 64", GRADIENTS | MOMENTS, falls_to=0.7),
+]
+
+
+def figures(text: str, name: str = "loss") -> list[float]:
+    return [float(figure) for figure in re.findall(rf"{name} (\d+\.\d+)", text)]
 
 
 @pytest.mark.slow
@@ -28,8 +71,8 @@ def test_gpt_in_two_processes(runner: Runner) -> None:
     options = ["--config", str(GPT / "monitor.json")]
     watched = runner.monitored(GPT / "train.py", *arguments, ranks=2, options=options)
     assert watched.returncode == 0, watched.stderr
-    assert losses(watched.stdout) == losses(bare.stdout)
-    assert losses(watched.stdout)[-1] < losses(watched.stdout)[0] - 2
+    assert figures(watched.stdout) == figures(bare.stdout)
+    assert figures(watched.stdout)[-1] < figures(watched.stdout)[0] - 2
     for rank in (0, 1):
         assert [int(line["step"]) for line in watched.steps(rank)] == list(range(60))
         assert {row.step for row in watched.rows("grad_reduced", rank)} == set(range(60))
@@ -55,6 +98,36 @@ def test_gpt_blown_up(runner: Runner) -> None:
     assert max(change, key=lambda step: change[step]) == 40
 
 
-def test_the_training_script_knows_nothing_of_msmon() -> None:
-    """The example's training script does not mention msmon."""
-    assert "msmon" not in (GPT / "train.py").read_text().lower()
+@pytest.mark.slow
+@pytest.mark.parametrize("example", TRAININGS, ids=lambda example: example.folder)
+def test_training(runner: Runner, example: Example) -> None:
+    """Under its own monitor.json it prints what it prints bare, it learns, and every step of every model is on record."""
+    script, arguments = EXAMPLES / example.folder / "train.py", example.arguments.split()
+    bare = runner.bare(script, *arguments)
+    assert bare.returncode == 0, bare.stderr
+    watched = runner.monitored(script, *arguments, options=["--config", str(script.with_name("monitor.json"))])
+    assert watched.returncode == 0, watched.stderr
+    assert watched.stdout == bare.stdout
+    learned = figures(watched.stdout, example.learned)
+    assert learned[-1] < example.falls_to * learned[0]
+
+    steps = range(int(arguments[1]))
+    for label in example.models:
+        lines = [line for line in watched.steps() if line["model"] == label and line["complete"] == "1"]
+        assert [int(line["step"]) for line in lines] == list(steps)
+    (directory,) = watched.directories()
+    assert set(kinds(directory)) == example.kinds
+    models = watched.run_file()["models"]
+    assert {model["label"] for model in models} == set(example.models)
+    names = {parameter["name"] for model in models for parameter in model["parameters"] if parameter["watched"]}
+    assert names
+    for kind in example.kinds:
+        first = 1 if kind in MOMENTS else 0
+        rows = {(row.name, row.step) for row in watched.rows(kind)}
+        assert rows >= {(name, step) for name in names for step in steps[first:]}, kind
+
+
+@pytest.mark.parametrize("folder", ["gpt", *(example.folder for example in TRAININGS)])
+def test_the_training_script_knows_nothing_of_msmon(folder: str) -> None:
+    """An example's training script does not mention msmon."""
+    assert "msmon" not in (EXAMPLES / folder / "train.py").read_text().lower()
