@@ -31,7 +31,12 @@ from pathlib import Path
 from typing import Any
 
 SIX = ["min", "max", "norm", "mean", "zeros", "nans"]
-SWITCHES = {"gradients": "wg_distribution", "weights": "param_distribution", "optimizer": "mv_distribution"}
+SWITCHES = {
+    "gradients": "wg_distribution",
+    "weights": "param_distribution",
+    "optimizer": "mv_distribution",
+    "activations": "xy_distribution",
+}
 KINDS = (*SWITCHES, "all")
 MONITORS = {"msmon": "msmon.pytorch", "original": "msprobe.pytorch"}
 SETTLE = 0.05
@@ -242,7 +247,7 @@ def work(monitor: str, kind: str, layers: int, width: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     if trainer_class is not None:
         switches = SWITCHES.values() if kind == "all" else [SWITCHES[kind]]
-        config = {"targets": {}, "format": "csv", "ops": SIX, **dict.fromkeys(switches, True)}
+        config = {"targets": {}, "all_xy": True, "format": "csv", "ops": SIX, **dict.fromkeys(switches, True)}
         Path("monitor.json").write_text(json.dumps(config), encoding="utf-8")
         watcher = trainer_class("monitor.json", params_have_main_grad=False)
         watcher.set_monitor(model=model, grad_acc_steps=1, optimizer=optimizer)

@@ -43,19 +43,20 @@ class Example:
 GRADIENTS = {"grad_unreduced", "grad_reduced"}
 WEIGHTS = {"param_origin", "param_updated"}
 MOMENTS = {"exp_avg", "exp_avg_sq"}
+ACTIVATIONS = {"actv", "actv_grad"}
 TRAININGS = [
-    Example("digits", "--steps 60 --width 16 --depth 1", GRADIENTS | WEIGHTS, falls_to=0.5),
-    Example("lstm", "--steps 60 --width 32 --depth 1 --length 24", GRADIENTS, falls_to=0.7),
-    Example("moe", "--steps 80 --width 32", GRADIENTS | MOMENTS, falls_to=0.6),
+    Example("digits", "--steps 60 --width 16 --depth 1", GRADIENTS | WEIGHTS | ACTIVATIONS, falls_to=0.5),
+    Example("lstm", "--steps 60 --width 32 --depth 1 --length 24", GRADIENTS | {"actv_grad"}, falls_to=0.7),
+    Example("moe", "--steps 80 --width 32", GRADIENTS | MOMENTS | ACTIVATIONS, falls_to=0.6),
     Example(
         "gan",
         "--steps 150 --width 32",
-        GRADIENTS | WEIGHTS | MOMENTS,
+        GRADIENTS | WEIGHTS | MOMENTS | {"actv"},
         falls_to=0.5,
         learned="distance",
         models=("Generator", "Discriminator"),
     ),
-    Example("vae", "--steps 80 --width 64", GRADIENTS | MOMENTS, falls_to=0.7),
+    Example("vae", "--steps 80 --width 64", GRADIENTS | MOMENTS | ACTIVATIONS, falls_to=0.7),
 ]
 
 
@@ -121,7 +122,11 @@ def test_training(runner: Runner, example: Example) -> None:
     assert {model["label"] for model in models} == set(example.models)
     names = {parameter["name"] for model in models for parameter in model["parameters"] if parameter["watched"]}
     assert names
-    for kind in example.kinds:
+    for kind in example.kinds & ACTIVATIONS:
+        rows = watched.rows(kind)
+        assert {row.step for row in rows} == set(steps)
+        assert {row.name.split(".")[0] for row in rows} >= set(example.models) - {""}
+    for kind in example.kinds - ACTIVATIONS:
         first = 1 if kind in MOMENTS else 0
         rows = {(row.name, row.step) for row in watched.rows(kind)}
         assert rows >= {(name, step) for name in names for step in steps[first:]}, kind
