@@ -567,6 +567,35 @@ def optimizer_made_again(truth: Truth) -> None:
 
 
 @scenario
+def optimizer_every_epoch(truth: Truth) -> None:
+    """A new optimizer every epoch, the old ones kept: ten steps are ten."""
+    model, kept = net("Epochs"), []
+    for epoch in range(5):
+        kept.append(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        train(truth, model, kept[-1], range(2 * epoch, 2 * epoch + 2))
+
+
+@scenario
+def phases(truth: Truth) -> None:
+    """Two optimizers over the same parameters, by turns."""
+    model = net("Phases")
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)]
+    for phase in range(4):
+        train(truth, model, optimizers[phase % 2], range(3 * phase, 3 * phase + 3))
+
+
+@scenario
+def new_head_every_task(truth: Truth) -> None:
+    """Continual learning: a new head and a new optimizer every task."""
+    model = net("Tasks")
+    for task in range(4):
+        model[2] = nn.Linear(3, task + 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        StepLR(optimizer, 1)  # it keeps the optimizer alive in a cycle
+        train(truth, model, optimizer, range(3 * task, 3 * task + 3))
+
+
+@scenario
 def head_replaced(truth: Truth) -> None:
     """Fine-tuning with a new head: the old one's rows are gone, under the same name stands the new one."""
     model = net("NewHead")

@@ -232,7 +232,7 @@ class Session:
             return None
         if self.place is None:
             self._arrive()
-        inner = [other for other in watch.optimizers if other is not optimizer]
+        inner = watch.wrapped_by(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         watch.step_begins(optimizer, inner, backward_done=not callable(closure))
         self._stepping.append((optimizer, watch))

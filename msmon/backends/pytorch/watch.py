@@ -105,6 +105,7 @@ class Watch:
         self._selection = Selection(config.targets)
         self._grad_acc_steps = grad_acc_steps
         self._optimizers: dict[int, _OptimizerInUse] = {}
+        self._unstepped: dict[int, _OptimizerInUse] = {}
         self._recorder = StepRecorder(self._reduction.width)
         self._backward: tuple[str, int] | None = None
         self._settled_passes = 0
@@ -135,14 +136,25 @@ class Watch:
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Its steps are training steps of this model."""
-        self._optimizers[id(optimizer)] = _OptimizerInUse(weakref.ref(optimizer))
-        self.rounds.know(id(optimizer))
+        for number in [number for number, entry in self._optimizers.items() if entry.reference() is None]:
+            del self._optimizers[number]
+            self._unstepped.pop(number, None)
+            self.rounds.forget(number)
+        entry = _OptimizerInUse(weakref.ref(optimizer))
+        self._optimizers[id(optimizer)] = self._unstepped[id(optimizer)] = entry
         self._refresh(optimizer)
 
     def owns(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer trains this model."""
         entry = self._optimizers.get(id(optimizer))
         return entry is not None and entry.reference() is optimizer
+
+    def wrapped_by(self, optimizer: Optimizer) -> list[Optimizer]:
+        """What an optimizer about to step may wrap: others of its parameters that never step but inside its step."""
+        self._unstepped.pop(id(optimizer), None)
+        held = self._optimizers[id(optimizer)].held
+        found = (entry.reference() for entry in self._unstepped.values() if not held.isdisjoint(entry.held))
+        return [inner for inner in found if inner is not None]
 
     @property
     def alive(self) -> bool:
@@ -167,6 +179,7 @@ class Watch:
             entry.layout = layout
             entry.parameters = self.inventory.selected(parameters)
             entry.held = {id(parameter) for parameter in parameters}
+            self.rounds.know(id(optimizer), entry.held)
             entry.unhooked = entry.parameters
         if entry.unhooked and self.gradients is not None and not self.gate.finished:
             self.gradients.hook(entry.unhooked, self.ledger, self.guards[GradientTap.part])
@@ -232,11 +245,12 @@ class Watch:
             inner: Optimizers that it may wrap, asked for state that it does not have itself.
             backward_done: False when a closure will run backward passes inside the step.
         """
+        entry = self._refresh(optimizer) if self.collecting or len(self._optimizers) > 1 else None
         if self.rounds.would_repeat(id(optimizer)):
             self.close_round()
         if not self.collecting:
             return
-        entry = self._refresh(optimizer)
+        entry = entry or self._refresh(optimizer)
         if backward_done:
             self._tap(self.gradients, lambda tap: tap.move_unreduced(self._recorder, entry.parameters))
         self._tap(self.weights, lambda tap: tap.read(self._recorder, weights.BEFORE, self._weights_of(entry)))
@@ -359,6 +373,7 @@ class Watch:
         self.collecting = False
         self.inventory = Inventory()
         self._optimizers.clear()
+        self._unstepped.clear()
 
 
 def _tensor(optimizer: Optimizer, name: str) -> Tensor | None:
