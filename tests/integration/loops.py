@@ -354,6 +354,37 @@ def sharpness_step(truth: Truth) -> list[int]:
     return [inner]
 
 
+class SharpnessInState(Sharpness):
+    """One that keeps what it needs in its own state."""
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        super().first_step()
+        for parameter, move in zip(self._parameters(), self.moved, strict=True):
+            self.state[parameter]["moved"] = move
+
+
+@scenario
+def sharpness_state(truth: Truth) -> None:
+    """State of the outer optimizer and of the one inside are both recorded."""
+    model = net("SharpState")
+    optimizer = SharpnessInState(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        truth.weights("param_origin", step, model, "SharpState.")
+        truth.state(step, model, optimizer, "SharpState.")
+        truth.state(step, model, optimizer.base_optimizer, "SharpState.")
+
+        def closure() -> None:
+            loss_of(model, step).backward()  # noqa: B023 - called in this step
+            for kind in ("grad_unreduced", "grad_reduced"):
+                truth.gradients(kind, step, model, "SharpState.")  # noqa: B023 - called in this step
+
+        optimizer.step(closure)
+        truth.after(step, model, "SharpState.")
+
+
 class Doubled(torch.optim.SGD):
     """A subclass whose step calls the step it overrides."""
 

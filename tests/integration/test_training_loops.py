@@ -39,6 +39,7 @@ def loops(observed: Callable[..., Observed]) -> Observed:
         "optimizer_in_backward",
         "optimizer_in_hook",
         "sharpness",
+        "sharpness_state",
         "super_step",
         "exception_in_step",
         "exception_in_backward",

@@ -38,17 +38,18 @@ class OptimizerStateTap:
 
         Args:
             recorder: The step under way.
-            optimizers: The one that steps and, where an optimizer wraps others, those it wraps.
+            optimizers: The one that steps and, where an optimizer wraps others, those it wraps. The first that has a
+                key is the one whose tensor is read.
             parameters: Its watched parameters.
         """
         by_key: dict[str, list[tuple[WatchedParameter, Tensor]]] = {}
         for watched in parameters:
+            found: dict[str, Tensor] = {}
             for optimizer in optimizers:
-                found = list(self._adapter.state(optimizer, watched.parameter))
-                for key, tensor in found:
-                    by_key.setdefault(_UNSAFE.sub("_", key), []).append((watched, tensor))
-                if found:
-                    break
+                for key, tensor in self._adapter.state(optimizer, watched.parameter):
+                    found.setdefault(_UNSAFE.sub("_", key), tensor)
+            for key, tensor in found.items():
+                by_key.setdefault(key, []).append((watched, tensor))
         for key, named in by_key.items():
             self._reduction.add(recorder, key, named)
         self._say_when_stateless(type(optimizers[0]).__name__, bool(by_key))
