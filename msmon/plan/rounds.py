@@ -73,7 +73,4 @@ class Rounds:
     def close(self) -> None:
         """End the round under way and go on to the next step."""
         self._last.update(dict.fromkeys(self._stepped, self.step))
-        self._stepped.clear()
-        self._touched.clear()
-        self.open = False
-        self.step += 1
+        self._stepped, self._touched, self.open, self.step = set(), set(), False, self.step + 1

@@ -471,3 +471,71 @@ def test_backward_passes_of_two_threads_at_once(room: Room) -> None:
     for thread in threads:
         thread.join()
     assert [line["micro_steps"] for line in steps_of(room)] == ["1"] * 10
+
+
+class Interruption:
+    """Raises at the so manyth line that msmon executes on this thread; ``signal`` raises from a handler of the script."""
+
+    def __init__(self, after: int, kind: str) -> None:
+        self.left, self.kind = after, kind
+
+    def __call__(self, frame: Any, event: str, _: object) -> Any:
+        if "/msmon/" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                if self.kind == "signal":
+                    signal.raise_signal(signal.SIGALRM)
+                raise KeyboardInterrupt
+        return self
+
+
+def time_is_over(number: int, frame: object) -> None:
+    raise TimeoutError
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["keyboard", "signal"])
+@pytest.mark.parametrize("interval", [1, 2])
+def test_interrupted_anywhere(
+    room: Room, kind: str, interval: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C, or the script's own time limit, inside msmon: the script catches it; no row twice, none of a whole step lost."""
+    before = signal.signal(signal.SIGALRM, time_is_over)
+    tracing = sys.gettrace()
+    point, still = 1, True
+    try:
+        while still:
+            monkeypatch.setenv("MONITOR_OUTPUT_DIR", str(room.folder / str(point)))
+            model, optimizer = model_and_optimizer()
+            monitor = room.monitor(param_distribution=True, mv_distribution=True, step_interval=interval)
+            monitor.set_monitor(model, 1, optimizer)
+            interruption = Interruption(point, kind)
+            whole = 0
+            for step in range(5):
+                try:
+                    sys.settrace(interruption)
+                    train(model, optimizer, 1, first=step)
+                    whole += 1
+                except (KeyboardInterrupt, TimeoutError):  # noqa: PERF203 - as a script would
+                    pass
+                finally:
+                    sys.settrace(tracing)
+            monitor.close()
+            still = interruption.left <= 0
+            assert whole == 5 - still, "what the script's handler raised reaches the script"
+            directories = run_directories(
+                room.folder / str(point)
+            )  # two when it was interrupted while making the first
+            for row_kind in ("grad_unreduced", "grad_reduced", "param_origin", "param_updated", "exp_avg"):
+                keys = [(row.name, row.step) for directory in directories for row in read_kind(directory, row_kind)]
+                assert len(keys) == len(set(keys)), (point, row_kind)
+            lines = [line for directory in directories for line in read_steps(directory)]
+            steps = [int(line["step"]) for line in lines]
+            assert steps == sorted(set(steps))
+            assert sum(line["complete"] == "1" for line in lines) >= whole // interval, (point, lines)
+            point += 61
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert "switched off" not in capsys.readouterr().err

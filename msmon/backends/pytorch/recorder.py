@@ -32,13 +32,12 @@ class StepRecorder:
 
     def __init__(self, width: int) -> None:
         self._width = width
-        self._rows: list[Row] = []
-        self._parts: list[Tensor] = []
+        self._added: list[tuple[list[Row], Sequence[Tensor]]] = []
         self._extras: dict[str, Tensor] = {}
         self.skipped = False
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return sum(len(rows) for rows, _ in self._added)
 
     def add(self, rows: Iterable[Row], numbers: Sequence[Tensor]) -> None:
         """Add rows.
@@ -47,8 +46,7 @@ class StepRecorder:
             rows: What each line of ``numbers`` is about.
             numbers: Tensors of ``[n, n_statistics]`` that together have as many lines as there are rows.
         """
-        self._rows.extend(rows)
-        self._parts.extend(numbers)
+        self._added.append((list(rows), numbers))  # one operation: Ctrl-C leaves no rows without their numbers
 
     def note(self, name: str, value: Tensor) -> None:
         """Add a 0-d tensor about the step itself, such as the loss scale. It is copied on its device."""
@@ -57,13 +55,15 @@ class StepRecorder:
 
     def finish(self, model: str, step: int, micro_steps: int | None, *, complete: bool = True) -> StepTable:
         """Start the one packed copy to the host, and hand everything over."""
-        size = len(self._rows) * self._width
-        packed = _Packed([*(part.reshape(-1) for part in self._parts), *self._extras.values()])
+        rows = [row for added, _ in self._added for row in added]
+        size = len(rows) * self._width
+        parts = [part.reshape(-1) for _, numbers in self._added for part in numbers]
+        packed = _Packed([*parts, *self._extras.values()])
         return StepTable(
             model=model,
             step=step,
-            rows=self._rows,
-            numbers=_Part(packed, slice(None, size), (len(self._rows), self._width)),
+            rows=rows,
+            numbers=_Part(packed, slice(None, size), (len(rows), self._width)),
             extras=_Part(packed, slice(size, None), (len(self._extras),)),
             extra_names=list(self._extras),
             micro_steps=micro_steps,

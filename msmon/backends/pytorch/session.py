@@ -32,6 +32,7 @@ from msmon.backends.pytorch.watch import Watch
 from msmon.backends.pytorch.watched import Naming
 from msmon.plan.selection import Selection
 from msmon.runtime.guard import Guard
+from msmon.runtime.interruption import from_signal_handler
 from msmon.runtime.run_directory import make_run_directory, write_run_file
 from msmon.runtime.termination import Termination
 from msmon.runtime.writer import Writer
@@ -234,8 +235,8 @@ class Session:
             self._arrive()
         inner = watch.wrapped_by(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        watch.step_begins(optimizer, inner, backward_done=not callable(closure))
         self._stepping.append((optimizer, watch))
+        watch.step_begins(optimizer, inner, backward_done=not callable(closure))
         take = functools.partial(self._take_gradients, optimizer, watch)
         if not callable(closure):
             take()
@@ -251,10 +252,11 @@ class Session:
     def step_ends(self, optimizer: Optimizer) -> None:
         """See :class:`msmon.backends.pytorch.events.Listener`."""
         if self._stepping and self._stepping[-1][0] is optimizer:
-            _, watch = self._stepping.pop()
+            _, watch = self._stepping[-1]
             if watch is not None:
                 self._scales.pop(id(optimizer), None)
                 self.guard.run(self._step_ends, watch, optimizer)
+            self._stepping.pop()
 
     def _step_ends(self, watch: Watch, optimizer: Optimizer, *, skipped: bool = False) -> None:
         self.open()
@@ -276,9 +278,11 @@ class Session:
         if watch is None:
             del self._scales[id(optimizer)]
             return
+        self._stepping.append((optimizer, watch))
         watch.step_begins(optimizer, [], backward_done=True)
         self._take_gradients(optimizer, watch)
         self._step_ends(watch, optimizer, skipped=True)
+        self._stepping.pop()
 
     @property
     def _stepping(self) -> list[tuple[Optimizer, Watch | None]]:
@@ -286,7 +290,10 @@ class Session:
         return self._under_way.setdefault(threading.get_ident(), [])
 
     def _leave_abandoned_steps(self, starting: Optimizer | None = None) -> None:
-        """Steps that an exception has left: they are under way no longer, though nobody told us that they ended."""
+        """Steps that an exception has left: they are under way no longer, though nobody told us that they ended.
+
+        Ctrl-C may have left msmon itself at any point of a step; the watch knows how far it came.
+        """
         while self._stepping:
             optimizer, watch = self._stepping[-1]
             under_way = _steps_under_way(optimizer) - (optimizer is starting)
@@ -317,7 +324,9 @@ class Session:
             directory = make_run_directory(
                 self._output_root, self.place.rank, identity, resume=self.config.append_output
             )
-        except Exception as error:  # noqa: BLE001 - whatever keeps us from writing must not keep the user from training
+        except Exception as error:
+            if from_signal_handler(error):
+                raise
             self._unwritable = True
             log.say(f"{error}: nothing is recorded, training goes on")
             return
@@ -348,6 +357,8 @@ class Session:
             try:
                 write_run_file(self.output.directory, report)
             except OSError as error:
+                if from_signal_handler(error):
+                    raise
                 log.say(f"run.json could not be written ({error.strerror})", once="run.json")
 
     def _warn_about_targets(self) -> None:

@@ -111,6 +111,7 @@ class Watch:
         self._settled_passes = 0
         self._open_passes = 0
         self._inside_step = False
+        self._step_under_way = False
         self.collecting = self.listening = self.gate.wants(self.rounds.step)
         self.weights = WeightTap(self._reduction) if config.param_distribution else None
         self.state = OptimizerStateTap(self._reduction, adapter) if config.mv_distribution else None
@@ -248,6 +249,7 @@ class Watch:
         entry = self._refresh(optimizer) if self.collecting or len(self._optimizers) > 1 else None
         if self.rounds.would_repeat(id(optimizer)):
             self.close_round()
+        self._step_under_way = True
         if not self.collecting:
             return
         entry = entry or self._refresh(optimizer)
@@ -288,6 +290,7 @@ class Watch:
             self.close_round()
         else:
             self.listening = self.collecting or self.gate.wants(self.rounds.step + 1)
+            self._step_under_way = False
 
     def _settle(self) -> None:
         """Backward passes up to here belong to this training step; those from here on may belong to the next."""
@@ -298,38 +301,53 @@ class Watch:
 
     def close_round(self, *, complete: bool = True) -> None:
         """The training step is over: hand its table on and go to the next."""
-        if self.collecting:
+        table, config = None, self.config
+        if self.collecting and (complete or len(self._recorder)):
             micro_steps = self._settled_passes if self.gradients is not None else None  # gradient hooks count them
             table = self._recorder.finish(self.label, self.rounds.step, micro_steps, complete=complete)
+        fresh, step = StepRecorder(self._reduction.width), self.rounds.step
+        try:
+            self._recorder, self._step_under_way = fresh, False
+            self._go_on()
+        finally:  # Ctrl-C finds either this step still under way, or this one handed on and the next one ready
+            if self._recorder is fresh:
+                if self.rounds.step == step:
+                    self.rounds.close()
+                self._recorder = StepRecorder(self._reduction.width)
+                if table is not None:
+                    self.emit(table, config)
+        if self.gate.finished:
+            self.ledger.undo()
+
+    def _go_on(self) -> None:
+        self.rounds.close()
+        if self.collecting:
             self.gate.count()
-            self.emit(table, self.config)
         if self.gradients is not None:
             self.gradients.forget_settled()
         self._settled_passes = 0
-        self.rounds.close()
         self._follow_config()
         self.collecting = self.listening = self.gate.wants(self.rounds.step)
-        if self.gate.finished:
-            self.ledger.undo()
 
     def reconfigure(self, config: MonitorConfig) -> None:
         """Compute other statistics from the next training step on, or at once when this one has no row yet."""
         self._next_config = config
         if not len(self._recorder) and (self.gradients is None or self.gradients.idle):
             self._follow_config()
+            self._recorder = StepRecorder(self._reduction.width)
 
     def _follow_config(self) -> None:
         if self.config is not self._next_config and self.gradients is not None:
             self.gradients.forget()  # computed under the old one
         self.config = self._next_config
         self._reduction.change([Statistic(op) for op in self.config.statistics], self.config.eps)
-        self._recorder = StepRecorder(self._reduction.width)
 
     def abandon(self) -> None:
         """``optimizer.step`` was left by an exception, and training goes on: the step stays as far as it came."""
-        self._inside_step = False
-        self._settle()
-        self.close_round(complete=False)
+        if self._inside_step or self._step_under_way:
+            self._inside_step = False
+            self._settle()
+            self.close_round(complete=False)
 
     def cut_short(self) -> None:
         """The process ends: what the step under way has left so far is its table."""
