@@ -539,3 +539,51 @@ def test_interrupted_anywhere(
     finally:
         signal.signal(signal.SIGALRM, before)
     assert "switched off" not in capsys.readouterr().err
+
+
+def test_steps_that_end_when_the_next_begins_are_counted(room: Room, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two optimizers at two rates: the summary counts every training step, also those closed by the next one."""
+    model = net("Net")
+    often, seldom = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2]))
+    monitor = room.monitor()
+    monitor.set_monitor(model, 1, often)
+    monitor.set_monitor(model, 1, seldom)
+    for step in range(7):
+        model(batch(step)).pow(2).mean().backward()
+        if step % 3 == 0:
+            seldom.step()
+        often.step()
+    monitor._session.finish()
+    assert "msmon: 7 training steps seen, 7 collected" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+def test_parameters_that_come_to_life_late(room: Room, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A lazy layer has no shape before its first forward pass; from then on it is watched under its names."""
+    lazy = torch.nn.LazyLinear(3) if kind == "linear" else torch.nn.LazyConv1d(3, 1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), lazy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    room.monitor(param_distribution=True).set_monitor(model, 1, optimizer)
+    train(model[0], optimizer, 1)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(batch(step)[:4]).pow(2).mean().backward()
+        optimizer.step()
+    for row_kind in ("grad_reduced", "grad_unreduced", "param_updated"):
+        found = {step: {row.name for row in room.rows(row_kind) if row.step == step} for step in range(3)}
+        assert found[0] == {"0.weight", "0.bias"}
+        assert found[1] == found[2] == {"0.weight", "0.bias", "1.weight", "1.bias"}, row_kind
+    assert "switched off" not in capsys.readouterr().err
+
+
+def test_optimizer_of_the_same_class_as_one_seen_before(room: Room, capsys: pytest.CaptureFixture[str]) -> None:
+    """A second optimizer has no state at its first step, which says nothing about its class; one without ever is named."""
+    monitor = room.monitor(mv_distribution=True)
+    for name in ("First", "Second"):
+        model, optimizer = model_and_optimizer(name)
+        monitor.set_monitor(model, 1, optimizer)
+        train(model, optimizer, 2)
+    assert "keeps no state" not in capsys.readouterr().err
+    monitor.set_monitor(model, 1, plain := torch.optim.SGD(model.parameters(), lr=0.1))
+    train(model, plain, 3)
+    assert capsys.readouterr().err.count("SGD keeps no state tensors") == 1

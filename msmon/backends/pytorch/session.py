@@ -161,6 +161,7 @@ class Session:
             first_step=first_step,
             grad_acc_steps=grad_acc_steps,
         )
+        watch.on_step = self._count_step
         for number, model in enumerate(models):
             prefix = prefixes[number] if prefixes else ""
             watch.add_root(model, Naming(prefix, number if raw_names else 0, raw_names, self.config.squash_name))
@@ -260,9 +261,10 @@ class Session:
 
     def _step_ends(self, watch: Watch, optimizer: Optimizer, *, skipped: bool = False) -> None:
         self.open()
-        before = watch.rounds.step
         watch.step_ends(optimizer, skipped=skipped)
-        self.steps_seen += watch.rounds.step - before
+
+    def _count_step(self) -> None:
+        self.steps_seen += 1
 
     def scaler_steps(self, optimizer: Optimizer, scale: Tensor | None) -> Callable[[], None]:
         """See :class:`msmon.backends.pytorch.events.Listener`."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from msmon.backends.pytorch import events
 from msmon.backends.pytorch.devices import capturing
@@ -102,6 +103,7 @@ class Watch:
         self._reduction = Reduction(kernel, [Statistic(op) for op in config.statistics], config.eps)
         self._next_config = config
         self.emit = emit
+        self.on_step: Callable[[], None] = lambda: None
         self._selection = Selection(config.targets)
         self._grad_acc_steps = grad_acc_steps
         self._optimizers: dict[int, _OptimizerInUse] = {}
@@ -172,7 +174,7 @@ class Watch:
     def _refresh(self, optimizer: Optimizer) -> _OptimizerInUse:
         """Look at an optimizer's param groups again when they hold other tensors than before; hook what is new."""
         entry = self._optimizers[id(optimizer)]
-        parameters = optimizer_parameters(optimizer)
+        parameters = [parameter for parameter in optimizer_parameters(optimizer) if not is_lazy(parameter)]
         layout = [parameter._cdata for parameter in parameters]  # noqa: SLF001 - see WatchedParameter.hooked
         if layout != entry.layout:
             if any(id(parameter) not in self.inventory.by_id for parameter in parameters):
@@ -314,6 +316,8 @@ class Watch:
                 if self.rounds.step == step:
                     self.rounds.close()
                 self._recorder = StepRecorder(self._reduction.width)
+                if complete:
+                    self.on_step()
                 if table is not None:
                     self.emit(table, config)
         if self.gate.finished:
