@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from msmon.runtime.interruption import from_signal_handler
+
 _said: dict[str, object] = {}
 _speaker = ""
 
@@ -27,5 +29,7 @@ def say(text: str, *, once: str = "") -> None:
     try:
         sys.stderr.write(f"msmon: {_speaker}{text}\n")
         sys.stderr.flush()
-    except (OSError, ValueError, AttributeError, RuntimeError):
-        pass  # stderr closed, full, absent, or in use by what a signal interrupted: training goes on without the line
+    except (OSError, ValueError, AttributeError, RuntimeError) as error:
+        # stderr closed, full, absent, or in use by what a signal interrupted: training goes on without the line
+        if from_signal_handler(error):
+            raise

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from msmon import env, log
 from msmon.bootstrap import discovery
 from msmon.bootstrap.settings import read_settings, settings_path
+from msmon.runtime.interruption import from_signal_handler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +55,9 @@ def _start() -> None:
         from msmon.backends.pytorch import injected  # noqa: PLC0415 - only a process that trains pays for it
 
         injected.start(settings)
-    except Exception as error:  # noqa: BLE001 - whatever keeps us from watching must not keep the user from training
+    except Exception as error:
+        if from_signal_handler(error):
+            raise
         log.say(f"cannot watch this process, training goes on: {type(error).__name__}: {error}", once="start")
     else:
         if _debug is not None:

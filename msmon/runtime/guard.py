@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from msmon import env, log
+from msmon.runtime.interruption import from_signal_handler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +38,9 @@ class Guard:
             return None
         try:
             return function(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - promise: a fault of ours never ends or changes the run
+        except Exception as error:
+            if from_signal_handler(error):
+                raise
             self.fail(error)
             return None
 

@@ -9,6 +9,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msmon.errors import OutputError
+from msmon.runtime.interruption import from_signal_handler
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,6 +54,8 @@ def make_run_directory(root: Path, rank: int, run_id: str, *, resume: Sequence[s
             else:
                 return directory
     except OSError as error:
+        if from_signal_handler(error):
+            raise
         hint = "choose another place with --output or MONITOR_OUTPUT_DIR"
         raise OutputError(f"cannot write below `{root}` ({error.strerror})", hint=hint) from error
 

@@ -354,6 +354,37 @@ def sharpness_step(truth: Truth) -> list[int]:
     return [inner]
 
 
+class SharpnessInState(Sharpness):
+    """One that keeps what it needs in its own state."""
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        super().first_step()
+        for parameter, move in zip(self._parameters(), self.moved, strict=True):
+            self.state[parameter]["moved"] = move
+
+
+@scenario
+def sharpness_state(truth: Truth) -> None:
+    """State of the outer optimizer and of the one inside are both recorded."""
+    model = net("SharpState")
+    optimizer = SharpnessInState(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        truth.weights("param_origin", step, model, "SharpState.")
+        truth.state(step, model, optimizer, "SharpState.")
+        truth.state(step, model, optimizer.base_optimizer, "SharpState.")
+
+        def closure() -> None:
+            loss_of(model, step).backward()  # noqa: B023 - called in this step
+            for kind in ("grad_unreduced", "grad_reduced"):
+                truth.gradients(kind, step, model, "SharpState.")  # noqa: B023 - called in this step
+
+        optimizer.step(closure)
+        truth.after(step, model, "SharpState.")
+
+
 class Doubled(torch.optim.SGD):
     """A subclass whose step calls the step it overrides."""
 
@@ -564,6 +595,35 @@ def optimizer_made_again(truth: Truth) -> None:
     model = net("Again")
     train(truth, model, torch.optim.Adam(model.parameters(), lr=0.1), range(2))
     train(truth, model, torch.optim.SGD(model.parameters(), lr=0.1), range(2, 4))
+
+
+@scenario
+def optimizer_every_epoch(truth: Truth) -> None:
+    """A new optimizer every epoch, the old ones kept: ten steps are ten."""
+    model, kept = net("Epochs"), []
+    for epoch in range(5):
+        kept.append(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        train(truth, model, kept[-1], range(2 * epoch, 2 * epoch + 2))
+
+
+@scenario
+def phases(truth: Truth) -> None:
+    """Two optimizers over the same parameters, by turns."""
+    model = net("Phases")
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)]
+    for phase in range(4):
+        train(truth, model, optimizers[phase % 2], range(3 * phase, 3 * phase + 3))
+
+
+@scenario
+def new_head_every_task(truth: Truth) -> None:
+    """Continual learning: a new head and a new optimizer every task."""
+    model = net("Tasks")
+    for task in range(4):
+        model[2] = nn.Linear(3, task + 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        StepLR(optimizer, 1)  # it keeps the optimizer alive in a cycle
+        train(truth, model, optimizer, range(3 * task, 3 * task + 3))
 
 
 @scenario

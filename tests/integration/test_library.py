@@ -471,3 +471,119 @@ def test_backward_passes_of_two_threads_at_once(room: Room) -> None:
     for thread in threads:
         thread.join()
     assert [line["micro_steps"] for line in steps_of(room)] == ["1"] * 10
+
+
+class Interruption:
+    """Raises at the so manyth line that msmon executes on this thread; ``signal`` raises from a handler of the script."""
+
+    def __init__(self, after: int, kind: str) -> None:
+        self.left, self.kind = after, kind
+
+    def __call__(self, frame: Any, event: str, _: object) -> Any:
+        if "/msmon/" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                if self.kind == "signal":
+                    signal.raise_signal(signal.SIGALRM)
+                raise KeyboardInterrupt
+        return self
+
+
+def time_is_over(number: int, frame: object) -> None:
+    raise TimeoutError
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["keyboard", "signal"])
+@pytest.mark.parametrize("interval", [1, 2])
+def test_interrupted_anywhere(
+    room: Room, kind: str, interval: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C, or the script's own time limit, inside msmon: the script catches it; no row twice, none of a whole step lost."""
+    before = signal.signal(signal.SIGALRM, time_is_over)
+    tracing = sys.gettrace()
+    point, still = 1, True
+    try:
+        while still:
+            monkeypatch.setenv("MONITOR_OUTPUT_DIR", str(room.folder / str(point)))
+            model, optimizer = model_and_optimizer()
+            monitor = room.monitor(param_distribution=True, mv_distribution=True, step_interval=interval)
+            monitor.set_monitor(model, 1, optimizer)
+            interruption = Interruption(point, kind)
+            whole = 0
+            for step in range(5):
+                try:
+                    sys.settrace(interruption)
+                    train(model, optimizer, 1, first=step)
+                    whole += 1
+                except (KeyboardInterrupt, TimeoutError):  # noqa: PERF203 - as a script would
+                    pass
+                finally:
+                    sys.settrace(tracing)
+            monitor.close()
+            still = interruption.left <= 0
+            assert whole == 5 - still, "what the script's handler raised reaches the script"
+            directories = run_directories(
+                room.folder / str(point)
+            )  # two when it was interrupted while making the first
+            for row_kind in ("grad_unreduced", "grad_reduced", "param_origin", "param_updated", "exp_avg"):
+                keys = [(row.name, row.step) for directory in directories for row in read_kind(directory, row_kind)]
+                assert len(keys) == len(set(keys)), (point, row_kind)
+            lines = [line for directory in directories for line in read_steps(directory)]
+            steps = [int(line["step"]) for line in lines]
+            assert steps == sorted(set(steps))
+            assert sum(line["complete"] == "1" for line in lines) >= whole // interval, (point, lines)
+            point += 61
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert "switched off" not in capsys.readouterr().err
+
+
+def test_steps_that_end_when_the_next_begins_are_counted(room: Room, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two optimizers at two rates: the summary counts every training step, also those closed by the next one."""
+    model = net("Net")
+    often, seldom = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2]))
+    monitor = room.monitor()
+    monitor.set_monitor(model, 1, often)
+    monitor.set_monitor(model, 1, seldom)
+    for step in range(7):
+        model(batch(step)).pow(2).mean().backward()
+        if step % 3 == 0:
+            seldom.step()
+        often.step()
+    monitor._session.finish()
+    assert "msmon: 7 training steps seen, 7 collected" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+def test_parameters_that_come_to_life_late(room: Room, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A lazy layer has no shape before its first forward pass; from then on it is watched under its names."""
+    lazy = torch.nn.LazyLinear(3) if kind == "linear" else torch.nn.LazyConv1d(3, 1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), lazy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    room.monitor(param_distribution=True).set_monitor(model, 1, optimizer)
+    train(model[0], optimizer, 1)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(batch(step)[:4]).pow(2).mean().backward()
+        optimizer.step()
+    for row_kind in ("grad_reduced", "grad_unreduced", "param_updated"):
+        found = {step: {row.name for row in room.rows(row_kind) if row.step == step} for step in range(3)}
+        assert found[0] == {"0.weight", "0.bias"}
+        assert found[1] == found[2] == {"0.weight", "0.bias", "1.weight", "1.bias"}, row_kind
+    assert "switched off" not in capsys.readouterr().err
+
+
+def test_optimizer_of_the_same_class_as_one_seen_before(room: Room, capsys: pytest.CaptureFixture[str]) -> None:
+    """A second optimizer has no state at its first step, which says nothing about its class; one without ever is named."""
+    monitor = room.monitor(mv_distribution=True)
+    for name in ("First", "Second"):
+        model, optimizer = model_and_optimizer(name)
+        monitor.set_monitor(model, 1, optimizer)
+        train(model, optimizer, 2)
+    assert "keeps no state" not in capsys.readouterr().err
+    monitor.set_monitor(model, 1, plain := torch.optim.SGD(model.parameters(), lr=0.1))
+    train(model, plain, 3)
+    assert capsys.readouterr().err.count("SGD keeps no state tensors") == 1

@@ -71,29 +71,45 @@ def test_selection(names: list[str], targets: list[str]) -> None:
 
 
 class RoundsMachine(RuleBasedStateMachine):
-    """Optimizers step in any order, and new ones come to life."""
+    """Optimizers step in any order, over parameters that they may share; new ones come to life and old ones die."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rounds = Rounds()
+        self.held: dict[int, frozenset[int]] = {}
         self.members: set[int] = set()
+        self.touched: set[int] = set()
+        self.under_way = False
         self.closed = 0
         self.counts: dict[int, int] = {}
 
+    @rule(optimizer=st.integers(0, 4), parameters=st.frozensets(st.integers(0, 5), max_size=3))
+    def know(self, optimizer: int, parameters: frozenset[int]) -> None:
+        """Another optimizer of the model, or one with other parameters."""
+        self.held[optimizer] = parameters
+        self.rounds.know(optimizer, parameters)
+
     @rule(optimizer=st.integers(0, 4))
-    def know(self, optimizer: int) -> None:
-        """Another optimizer of the model."""
-        self.rounds.know(optimizer)
+    def die(self, optimizer: int) -> None:
+        """One is gone."""
+        self.held.pop(optimizer, None)
+        self.members.discard(optimizer)
+        self.counts.pop(optimizer, None)
+        self.rounds.forget(optimizer)
 
     @rule(optimizer=st.integers(0, 4))
     def step(self, optimizer: int) -> None:
         """One steps, as a session tells it."""
-        self.rounds.know(optimizer)
+        mine = self.held.setdefault(optimizer, frozenset())
+        self.rounds.know(optimizer, mine)
         if self.rounds.would_repeat(optimizer):
-            assert optimizer in self.members
+            assert optimizer in self.members or mine & self.touched
             self.close()
         assert optimizer not in self.members, "a round never holds an optimizer twice"
+        assert not mine & self.touched, "nor a parameter"
         self.members.add(optimizer)
+        self.touched |= mine
+        self.under_way = True
         self.counts[optimizer] = self.counts.get(optimizer, 0) + 1
         if self.rounds.stepped(optimizer):
             self.close()
@@ -102,15 +118,15 @@ class RoundsMachine(RuleBasedStateMachine):
         before = self.rounds.step
         self.rounds.close()
         assert self.rounds.step == before + 1
-        self.members = set()
+        self.members, self.touched, self.under_way = set(), set(), False
         self.closed += 1
 
     @invariant()
     def consistent(self) -> None:
         """Steps are counted one by one; there are at least as many as the busiest optimizer makes."""
         assert self.rounds.step == self.closed
-        assert self.rounds.open == bool(self.members)
-        assert self.closed + bool(self.members) >= max(self.counts.values(), default=0)
+        assert self.rounds.open == self.under_way
+        assert self.closed + self.under_way >= max(self.counts.values(), default=0)
 
 
 TestRoundsMachine = RoundsMachine.TestCase

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import signal
+from typing import TYPE_CHECKING
+
 import pytest
 
 from msmon import env
 from msmon.runtime.guard import Guard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def fail(text: str) -> None:
@@ -45,6 +52,33 @@ def test_guard_lets_the_user_end(error: type[BaseException]) -> None:
     with pytest.raises(error):
         guard.run(interrupted)
     assert not guard.broken
+
+
+class _Limit:
+    def __call__(self, number: int, frame: object) -> None:
+        raise TimeoutError("time is over")
+
+    def method(self, number: int, frame: object) -> None:
+        self(number, frame)
+
+
+def _limit(limit: _Limit, number: int, frame: object) -> None:
+    limit(number, frame)
+
+
+@pytest.mark.parametrize("handler", [_Limit(), _Limit().method, functools.partial(_limit, _Limit())])
+def test_guard_lets_signal_handlers_of_the_script_raise(handler: Callable[[int, object], None]) -> None:
+    """An exception that the script's own signal handler raises while msmon is at work is the script's to catch."""
+    guard = Guard("a part")
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with pytest.raises(TimeoutError):
+            guard.run(signal.raise_signal, signal.SIGALRM)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not guard.broken
+    assert guard.run(fail, "ours") is None
+    assert guard.broken
 
 
 def test_guard_debug(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -165,6 +165,49 @@ def test_rounds(events: str, known: str, members: list[str]) -> None:
     assert run_rounds(events, known) == list(enumerate(members))
 
 
+@pytest.mark.parametrize(
+    ("events", "held", "members"),
+    [
+        ("AABBAA", {"A": {1, 2}, "B": {1, 2}}, ["A", "A", "B", "B", "A", "A"]),  # phases over the same parameters
+        ("ABAB", {"A": {1, 2}, "B": {2, 3}}, ["A", "B", "A", "B"]),  # two tasks around one encoder
+        ("ABCABC", {"A": {1}, "B": {2}, "C": {1, 2}}, ["AB", "C", "AB", "C"]),
+        ("AACCBB", {"A": {1}, "B": {2}, "C": {1}}, ["A", "A", "C", "C", "B", "B"]),
+        ("CABA", {"A": {1}, "B": {2}, "C": set()}, ["CAB", "A"]),
+    ],
+)
+def test_rounds_of_shared_parameters(events: str, held: dict[str, set[int]], members: list[str]) -> None:
+    """A training step holds at most one step of each parameter, and waits for no optimizer that cannot be part of it."""
+    rounds, made = Rounds(), [""]
+    for optimizer, parameters in held.items():
+        rounds.know(ord(optimizer), parameters)
+    for optimizer in events:
+        if rounds.would_repeat(ord(optimizer)):
+            rounds.close()
+            made.append("")
+        made[-1] += optimizer
+        if rounds.stepped(ord(optimizer)):
+            rounds.close()
+            made.append("")
+    assert [members for members in made if members] == members
+
+
+def test_rounds_forget_the_dead() -> None:
+    """An optimizer that is gone is not waited for; another one in its place is another one."""
+    rounds = Rounds()
+    for _ in range(3):
+        rounds.know(1, {1})
+        for _ in range(2):
+            assert not rounds.would_repeat(1)
+            assert rounds.stepped(1)
+            rounds.close()
+        rounds.forget(1)
+        rounds.know(2, {2})
+        assert rounds.stepped(2)
+        rounds.close()
+        rounds.forget(2)
+    assert rounds.step == 9
+
+
 def test_rounds_stop_waiting() -> None:
     """An optimizer that has not stepped for long is not waited for: the round closes with the others."""
     rounds = Rounds()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch.nn.parameter import is_lazy
+
 from msmon.backends.base import NamedParameter
 from msmon.bootstrap import discovery
 
@@ -51,10 +53,13 @@ def innermost(module: Module) -> Module:
 
 
 def walk_parameters(root: Module) -> Iterator[NamedParameter[Parameter]]:
-    """Every parameter under every name it has, in the order of ``named_parameters(remove_duplicate=False)``."""
+    """Every parameter under every name it has, in the order of ``named_parameters(remove_duplicate=False)``.
+
+    Those of lazy layers are left out until they have a shape.
+    """
     for module, name, raw_name in _walk(root, "", "", frozenset()):
         for key, parameter in module.__dict__["_parameters"].items():
-            if parameter is not None:
+            if parameter is not None and not is_lazy(parameter):
                 yield NamedParameter(name + key, raw_name + key, parameter)
 
 

@@ -8,6 +8,7 @@ import secrets
 import torch.distributed as dist
 
 from msmon import env
+from msmon.runtime.interruption import from_signal_handler
 from msmon.runtime.process import Place, place_from_environment, run_id
 
 
@@ -34,6 +35,8 @@ def shared_run_id(session: int) -> str:
     try:
         store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch offers no other way to the store
         answer: bytes = store.compare_set(f"msmon/run_id/{session}", "", proposal)
-    except Exception:  # noqa: BLE001 - a group without a store (MPI), or one that is gone: each rank has its own id
-        return proposal
+    except Exception as error:
+        if from_signal_handler(error):
+            raise
+        return proposal  # a group without a store (MPI), or one that is gone: each rank has its own id
     return answer.decode() or proposal

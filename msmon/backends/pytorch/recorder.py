@@ -27,13 +27,12 @@ class StepRecorder:
     """Rows and numbers of the step under way."""
 
     def __init__(self) -> None:
-        self._rows: list[Row] = []
-        self._parts: list[Tensor] = []
+        self._added: list[tuple[list[Row], Sequence[Tensor]]] = []
         self._extras: dict[str, Tensor] = {}
         self.skipped = False
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return sum(len(rows) for rows, _ in self._added)
 
     def add(self, rows: Iterable[Row], numbers: Sequence[Tensor]) -> None:
         """Add rows.
@@ -42,8 +41,7 @@ class StepRecorder:
             rows: What the numbers are about, in their order.
             numbers: Tensors that together hold the numbers of each row: its ``features``, or the run's statistics.
         """
-        self._rows.extend(rows)
-        self._parts.extend(numbers)
+        self._added.append((list(rows), numbers))  # one operation: Ctrl-C leaves no rows without their numbers
 
     def note(self, name: str, value: Tensor) -> None:
         """Add a 0-d tensor about the step itself, such as the loss scale. It is copied on its device."""
@@ -52,12 +50,14 @@ class StepRecorder:
 
     def finish(self, model: str, step: int, micro_steps: int | None, *, complete: bool = True) -> StepTable:
         """Start the one packed copy to the host, and hand everything over."""
-        size = sum(part.numel() for part in self._parts)
-        packed = _Packed([*(part.reshape(-1) for part in self._parts), *self._extras.values()])
+        rows = [row for added, _ in self._added for row in added]
+        parts = [part.reshape(-1) for _, numbers in self._added for part in numbers]
+        size = sum(part.numel() for part in parts)
+        packed = _Packed([*parts, *self._extras.values()])
         return StepTable(
             model=model,
             step=step,
-            rows=self._rows,
+            rows=rows,
             numbers=_Part(packed, slice(None, size)),
             extras=_Part(packed, slice(size, None)),
             extra_names=list(self._extras),

@@ -35,6 +35,7 @@ from msmon.backends.pytorch.watch import Watch
 from msmon.backends.pytorch.watched import Naming
 from msmon.plan.selection import Selection
 from msmon.runtime.guard import Guard
+from msmon.runtime.interruption import from_signal_handler
 from msmon.runtime.run_directory import make_run_directory, write_run_file
 from msmon.runtime.termination import Termination
 from msmon.runtime.writer import Writer
@@ -167,6 +168,7 @@ class Session:
             first_step=first_step,
             grad_acc_steps=grad_acc_steps,
         )
+        watch.on_step = self._count_step
         for number, model in enumerate(models):
             prefix = prefixes[number] if prefixes else ""
             naming = Naming(prefix, number if raw_names else 0, raw_names, self.config.squash_name)
@@ -245,10 +247,10 @@ class Session:
             return None
         if self.place is None:
             self._arrive()
-        inner = [other for other in watch.optimizers if other is not optimizer]
+        inner = watch.wrapped_by(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        watch.step_begins(optimizer, inner, backward_done=not callable(closure))
         self._stepping.append((optimizer, watch))
+        watch.step_begins(optimizer, inner, backward_done=not callable(closure))
         take = functools.partial(self._take_gradients, optimizer, watch)
         if not callable(closure):
             take()
@@ -264,11 +266,11 @@ class Session:
     def step_ends(self, optimizer: Optimizer) -> None:
         """See :class:`msmon.backends.pytorch.events.Listener`."""
         if self._stepping and self._stepping[-1][0] is optimizer:
-            _, watch = self._stepping.pop()
+            _, watch = self._stepping[-1]
             if watch is not None:
                 self._scales.pop(id(optimizer), None)
                 self.guard.run(self._step_ends, watch, optimizer)
-
+            self._stepping.pop()
         if self._stopping:
             self._stop()
 
@@ -276,7 +278,6 @@ class Session:
         self.open()
         before = watch.rounds.step
         watch.step_ends(optimizer, skipped=skipped)
-        self.steps_seen += watch.rounds.step - before
         if watch.modules is not None and watch.rounds.step > before:
             self._report_modules(watch)
 
@@ -321,6 +322,9 @@ class Session:
                 stream.flush()
         os._exit(0)
 
+    def _count_step(self) -> None:
+        self.steps_seen += 1
+
     def scaler_steps(self, optimizer: Optimizer, scale: Tensor | None) -> Callable[[], None]:
         """See :class:`msmon.backends.pytorch.events.Listener`."""
         watch = self.find(optimizer)
@@ -335,9 +339,11 @@ class Session:
         if watch is None:
             del self._scales[id(optimizer)]
             return
+        self._stepping.append((optimizer, watch))
         watch.step_begins(optimizer, [], backward_done=True)
         self._take_gradients(optimizer, watch)
         self._step_ends(watch, optimizer, skipped=True)
+        self._stepping.pop()
 
     @property
     def _stepping(self) -> list[tuple[Optimizer, Watch | None]]:
@@ -345,7 +351,10 @@ class Session:
         return self._under_way.setdefault(threading.get_ident(), [])
 
     def _leave_abandoned_steps(self, starting: Optimizer | None = None) -> None:
-        """Steps that an exception has left: they are under way no longer, though nobody told us that they ended."""
+        """Steps that an exception has left: they are under way no longer, though nobody told us that they ended.
+
+        Ctrl-C may have left msmon itself at any point of a step; the watch knows how far it came.
+        """
         while self._stepping:
             optimizer, watch = self._stepping[-1]
             under_way = _steps_under_way(optimizer) - (optimizer is starting)
@@ -376,7 +385,9 @@ class Session:
             directory = make_run_directory(
                 self._output_root, self.place.rank, identity, resume=self.config.append_output
             )
-        except Exception as error:  # noqa: BLE001 - whatever keeps us from writing must not keep the user from training
+        except Exception as error:
+            if from_signal_handler(error):
+                raise
             self._unwritable = True
             log.say(f"{error}: nothing is recorded, training goes on")
             return
@@ -407,6 +418,8 @@ class Session:
             try:
                 write_run_file(self.output.directory, report)
             except OSError as error:
+                if from_signal_handler(error):
+                    raise
                 log.say(f"run.json could not be written ({error.strerror})", once="run.json")
 
     def _warn_about_targets(self) -> None:

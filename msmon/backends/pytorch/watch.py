@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from msmon.backends.pytorch import events
 from msmon.backends.pytorch.devices import capturing
@@ -105,14 +106,17 @@ class Watch:
         self._reduction = Reduction(kernel, [Statistic(op) for op in config.statistics], config.eps)
         self._next_config = config
         self.emit = emit
+        self.on_step: Callable[[], None] = lambda: None
         self._selection = Selection(config.targets)
         self._grad_acc_steps = grad_acc_steps
         self._optimizers: dict[int, _OptimizerInUse] = {}
+        self._unstepped: dict[int, _OptimizerInUse] = {}
         self._recorder = StepRecorder()
         self._backward: tuple[str, int] | None = None
         self._settled_passes = 0
         self._open_passes = 0
         self._inside_step = False
+        self._step_under_way = False
         self.collecting = self.listening = self.gate.wants(self.rounds.step)
         self.weights = WeightTap(self._reduction) if config.param_distribution else None
         self.state = OptimizerStateTap(self._reduction, adapter) if config.mv_distribution else None
@@ -156,14 +160,25 @@ class Watch:
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Its steps are training steps of this model."""
-        self._optimizers[id(optimizer)] = _OptimizerInUse(weakref.ref(optimizer))
-        self.rounds.know(id(optimizer))
+        for number in [number for number, entry in self._optimizers.items() if entry.reference() is None]:
+            del self._optimizers[number]
+            self._unstepped.pop(number, None)
+            self.rounds.forget(number)
+        entry = _OptimizerInUse(weakref.ref(optimizer))
+        self._optimizers[id(optimizer)] = self._unstepped[id(optimizer)] = entry
         self._refresh(optimizer)
 
     def owns(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer trains this model."""
         entry = self._optimizers.get(id(optimizer))
         return entry is not None and entry.reference() is optimizer
+
+    def wrapped_by(self, optimizer: Optimizer) -> list[Optimizer]:
+        """What an optimizer about to step may wrap: others of its parameters that never step but inside its step."""
+        self._unstepped.pop(id(optimizer), None)
+        held = self._optimizers[id(optimizer)].held
+        found = (entry.reference() for entry in self._unstepped.values() if not held.isdisjoint(entry.held))
+        return [inner for inner in found if inner is not None]
 
     @property
     def alive(self) -> bool:
@@ -180,7 +195,7 @@ class Watch:
     def _refresh(self, optimizer: Optimizer) -> _OptimizerInUse:
         """Look at an optimizer's param groups again when they hold other tensors than before; hook what is new."""
         entry = self._optimizers[id(optimizer)]
-        parameters = optimizer_parameters(optimizer)
+        parameters = [parameter for parameter in optimizer_parameters(optimizer) if not is_lazy(parameter)]
         layout = [parameter._cdata for parameter in parameters]  # noqa: SLF001 - see WatchedParameter.hooked
         if layout != entry.layout:
             if any(id(parameter) not in self.inventory.by_id for parameter in parameters):
@@ -188,6 +203,7 @@ class Watch:
             entry.layout = layout
             entry.parameters = self.inventory.selected(parameters)
             entry.held = {id(parameter) for parameter in parameters}
+            self.rounds.know(id(optimizer), entry.held)
             entry.unhooked = entry.parameters
         if entry.unhooked and self.gradients is not None and not self.gate.finished:
             self.gradients.hook(entry.unhooked, self.ledger, self.guards[GradientTap.part])
@@ -278,11 +294,13 @@ class Watch:
             inner: Optimizers that it may wrap, asked for state that it does not have itself.
             backward_done: False when a closure will run backward passes inside the step.
         """
+        entry = self._refresh(optimizer) if self.collecting or len(self._optimizers) > 1 else None
         if self.rounds.would_repeat(id(optimizer)):
             self.close_round()
+        self._step_under_way = True
         if not self.collecting:
             return
-        entry = self._refresh(optimizer)
+        entry = entry or self._refresh(optimizer)
         if backward_done:
             self._move_modules()
             self._tap(self.gradients, lambda tap: tap.move_unreduced(self._recorder, entry.parameters))
@@ -322,6 +340,7 @@ class Watch:
             self.close_round()
         else:
             self.listening = self.collecting or self.gate.wants(self.rounds.step + 1)
+            self._step_under_way = False
 
     def _move_modules(self) -> None:
         if self.modules is not None:
@@ -336,28 +355,45 @@ class Watch:
 
     def close_round(self, *, complete: bool = True) -> None:
         """The training step is over: hand its table on and go to the next."""
-        if self.collecting:
+        table, config = None, self.config
+        if self.collecting and (complete or len(self._recorder)):
             counted = self.gradients is not None or self.modules is not None  # by their hooks
             micro_steps = self._settled_passes if counted else None
             table = self._recorder.finish(self.label, self.rounds.step, micro_steps, complete=complete)
+        fresh, step = StepRecorder(), self.rounds.step
+        try:
+            self._recorder, self._step_under_way = fresh, False
+            self._go_on()
+        finally:  # Ctrl-C finds either this step still under way, or this one handed on and the next one ready
+            if self._recorder is fresh:
+                if self.rounds.step == step:
+                    self.rounds.close()
+                self._recorder = StepRecorder()
+                if complete:
+                    self.on_step()
+                if table is not None:
+                    self.emit(table, config)
+        if self.gate.finished:
+            self.ledger.undo()
+
+    def _go_on(self) -> None:
+        self.rounds.close()
+        if self.collecting:
             self.gate.count()
-            self.emit(table, self.config)
         if self.gradients is not None:
             self.gradients.forget_settled()
         self._settled_passes = 0
         if self.modules is not None:
             self.modules.step_is_over()
-        self.rounds.close()
         self._follow_config()
         self.collecting = self.listening = self.gate.wants(self.rounds.step)
-        if self.gate.finished:
-            self.ledger.undo()
 
     def reconfigure(self, config: MonitorConfig) -> None:
         """Compute other statistics from the next training step on, or at once when this one has no row yet."""
         self._next_config = config
         if not len(self._recorder) and (self.gradients is None or self.gradients.idle):
             self._follow_config()
+            self._recorder = StepRecorder()
 
     def _follow_config(self) -> None:
         if self.config is not self._next_config and self.gradients is not None:
@@ -366,7 +402,6 @@ class Watch:
         if self.config is not before:
             self._renew_module_taps()
         self._reduction.change([Statistic(op) for op in self.config.statistics], self.config.eps)
-        self._recorder = StepRecorder()
 
     def _renew_module_taps(self) -> None:
         if self.modules is not None:
@@ -379,9 +414,10 @@ class Watch:
 
     def abandon(self) -> None:
         """``optimizer.step`` was left by an exception, and training goes on: the step stays as far as it came."""
-        self._inside_step = False
-        self._settle()
-        self.close_round(complete=False)
+        if self._inside_step or self._step_under_way:
+            self._inside_step = False
+            self._settle()
+            self.close_round(complete=False)
 
     def cut_short(self) -> None:
         """The process ends: what the step under way has left so far is its table."""
@@ -442,6 +478,7 @@ class Watch:
         self.collecting = False
         self.inventory = Inventory()
         self._optimizers.clear()
+        self._unstepped.clear()
 
 
 def _tensor(optimizer: Optimizer, name: str) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from typing import TYPE_CHECKING
 
 from msmon import log
@@ -29,7 +30,7 @@ class OptimizerStateTap:
     def __init__(self, reduction: Reduction, adapter: PlainAdapter) -> None:
         self._reduction = reduction
         self._adapter = adapter
-        self._stepped: set[str] = set()
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def read(
         self, recorder: StepRecorder, optimizers: Sequence[Optimizer], parameters: Sequence[WatchedParameter]
@@ -38,24 +39,24 @@ class OptimizerStateTap:
 
         Args:
             recorder: The step under way.
-            optimizers: The one that steps and, where an optimizer wraps others, those it wraps.
+            optimizers: The one that steps and, where an optimizer wraps others, those it wraps. The first that has a
+                key is the one whose tensor is read.
             parameters: Its watched parameters.
         """
         by_key: dict[str, list[tuple[WatchedParameter, Tensor]]] = {}
         for watched in parameters:
+            found: dict[str, Tensor] = {}
             for optimizer in optimizers:
-                found = list(self._adapter.state(optimizer, watched.parameter))
-                for key, tensor in found:
-                    by_key.setdefault(_UNSAFE.sub("_", key), []).append((watched, tensor))
-                if found:
-                    break
+                for key, tensor in self._adapter.state(optimizer, watched.parameter):
+                    found.setdefault(_UNSAFE.sub("_", key), tensor)
+            for key, tensor in found.items():
+                by_key.setdefault(key, []).append((watched, tensor))
         for key, named in by_key.items():
             self._reduction.add(recorder, key, named)
-        self._say_when_stateless(type(optimizers[0]).__name__, bool(by_key))
+        self._say_when_stateless(optimizers[0], bool(by_key))
 
-    def _say_when_stateless(self, optimizer: str, has_state: bool) -> None:  # noqa: FBT001 - private, one caller
+    def _say_when_stateless(self, optimizer: Optimizer, has_state: bool) -> None:  # noqa: FBT001 - private, one caller
         if not has_state and optimizer in self._stepped:
-            log.say(
-                f"{optimizer} keeps no state tensors: mv_distribution records nothing for it", once=f"state:{optimizer}"
-            )
+            name = type(optimizer).__name__
+            log.say(f"{name} keeps no state tensors: mv_distribution records nothing for it", once=f"state:{name}")
         self._stepped.add(optimizer)
