@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import sys
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -587,3 +589,25 @@ def test_optimizer_of_the_same_class_as_one_seen_before(room: Room, capsys: pyte
     monitor.set_monitor(model, 1, plain := torch.optim.SGD(model.parameters(), lr=0.1))
     train(model, plain, 3)
     assert capsys.readouterr().err.count("SGD keeps no state tensors") == 1
+
+
+def test_replaced_parameters_are_released(room: Room) -> None:
+    """A new head and a new optimizer fifty times over: old heads, their optimizers and the hooks on them are gone."""
+    model, optimizer = model_and_optimizer()
+    monitor = room.monitor(param_distribution=True, mv_distribution=True)
+    monitor.set_monitor(model, 1, optimizer)
+    train(model, optimizer, 1)
+    (watch,) = monitor._session.watches
+    hooks = len(watch.ledger)
+    heads = []
+    for step in range(50):
+        model[2] = torch.nn.Linear(3, 2)
+        heads.append(weakref.ref(model[2].weight))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        monitor.set_monitor(model, 1, optimizer)
+        train(model, optimizer, 1, first=step)
+    gc.collect()
+    assert sum(head() is not None for head in heads) == 1
+    assert len(watch.ledger) == hooks
+    assert len(watch._optimizers) == 1
+    assert len(room.rows("grad_reduced")) == 51 * 4
