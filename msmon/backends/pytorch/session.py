@@ -123,6 +123,7 @@ class Session:
         self._under_way: dict[int, list[tuple[Optimizer, Watch | None]]] = {}
         self._scales: dict[int, Tensor | None] = {}
         self._unwritable = False
+        self._lock = threading.RLock()  # of the output, which threads share; a signal handler may come back in
         _sessions.add(self)
         events.subscribe(self)
 
@@ -133,7 +134,7 @@ class Session:
         models: Sequence[Module],
         optimizers: Sequence[Optimizer],
         *,
-        label: str = "",
+        label: str | None = "",
         prefixes: Sequence[str] = (),
         raw_names: bool = False,
         first_step: int = 0,
@@ -145,7 +146,7 @@ class Session:
         Args:
             models: The model, its chunks, or several models that one optimizer trains.
             optimizers: What trains them.
-            label: The model's name in ``steps.csv``.
+            label: The model's name in ``steps.csv``; ``None`` for the name of its first parameter.
             prefixes: Put before the names of each model's parameters.
             raw_names: Names with the prefixes of wrappers, each model being a chunk with its own ``vpp_stage``.
             first_step: Number of the first training step.
@@ -157,7 +158,7 @@ class Session:
             self._kernel,
             choose_adapter(models, optimizers, main_grad=main_grad),
             self._emit,
-            label=label,
+            label=label or "",
             first_step=first_step,
             grad_acc_steps=grad_acc_steps,
         )
@@ -167,6 +168,8 @@ class Session:
             watch.add_root(model, Naming(prefix, number if raw_names else 0, raw_names, self.config.squash_name))
         for optimizer in optimizers:
             watch.add_optimizer(optimizer)
+        if label is None:
+            watch.label = next(iter(watch.inventory.all_names), "")
         for owner in models or optimizers:
             weakref.finalize(owner, self._drop_dead).atexit = False
         self.watches.append(watch)
@@ -319,6 +322,11 @@ class Session:
 
     def open(self) -> None:
         """Make the directory and start the writer, once. A place that cannot be written is said once."""
+        if self.output is None and not self._unwritable:
+            with self._lock:
+                self._open()
+
+    def _open(self) -> None:
         if self.output is not None or self._unwritable or self.place is None:
             return
         try:
@@ -342,6 +350,10 @@ class Session:
     def _submit(self) -> None:
         if self._late:
             self.open()
+            with self._lock:
+                self._submit_late()
+
+    def _submit_late(self) -> None:
         while self._late:
             table, config = self._late.pop(0)
             if self.output is not None:
@@ -350,6 +362,10 @@ class Session:
                 self.output.submit(table, config)
 
     def _describe_run(self) -> None:
+        with self._lock:
+            self._describe()
+
+    def _describe(self) -> None:
         if self.output is not None and self.place is not None:
             for watch in self.watches:
                 if not watch.report:
@@ -418,6 +434,7 @@ class Session:
         if self._termination is not None:
             self._termination.after_fork()
             self._termination = None
+        self._lock = threading.RLock()
         self.output = None
         self.place = None
         self._under_way.clear()
