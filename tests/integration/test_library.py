@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from integration.truth import batch, net
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from msmon import log
 from msmon.errors import ArgumentError, ConfigError, MsmonError
@@ -611,3 +612,18 @@ def test_replaced_parameters_are_released(room: Room) -> None:
     assert len(watch.ledger) == hooks
     assert len(watch._optimizers) == 1
     assert len(room.rows("grad_reduced")) == 51 * 4
+
+
+def test_under_fake_tensors(room: Room, capfd: pytest.CaptureFixture[str]) -> None:
+    """A dry run without numbers: each kind of row that is missing is said once, and nothing false of torch and numpy."""
+    with FakeTensorMode():
+        model, optimizer = model_and_optimizer()
+        room.monitor(param_distribution=True).set_monitor(model, 1, optimizer)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(8, 4)).pow(2).mean().backward()
+            optimizer.step()
+    said = capfd.readouterr().err
+    assert "numpy" not in said
+    for kind in ("param_origin", "param_updated", "grad_reduced", "grad_unreduced"):
+        assert said.count(f" has no {kind}: ") == 1
