@@ -27,6 +27,7 @@ OPTIONS = {
     "dynamic_on": "--dynamic",
     "format": "--format",
     "ndigits": "--ndigits",
+    "step_count_per_record": "--steps-per-file",
 }
 """Key of the configuration → the option that sets it."""
 
@@ -147,6 +148,12 @@ def run(  # noqa: PLR0917 - Typer calls it by name
     ndigits: Annotated[
         int | None, typer.Option("--ndigits", help="Decimals in CSV.", show_default=False, rich_help_panel=OUTPUT)
     ] = None,
+    steps_per_file: Annotated[
+        int | None,
+        typer.Option(
+            "--steps-per-file", help="Steps that a CSV file covers.", show_default=False, rich_help_panel=OUTPUT
+        ),
+    ] = None,
 ) -> None:
     """Run a training command and record what its weights, gradients and optimizer state do, step by step.
 
@@ -179,6 +186,7 @@ def run(  # noqa: PLR0917 - Typer calls it by name
         module_ranks=[_rank(word) for word in _words(ranks)],
         format=file_format,
         ndigits=ndigits,
+        step_count_per_record=steps_per_file,
     )
     if config is None and not any(key.endswith("_distribution") for key in options):
         options["wg_distribution"] = True
