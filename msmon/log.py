@@ -27,8 +27,9 @@ def say(text: str, *, once: str = "") -> None:
     if once and _said.setdefault(once, mine) is not mine:  # one atomic call: a lock could hang in a signal handler
         return
     try:
-        sys.stderr.write(f"msmon: {_speaker}{text}\n")
-        sys.stderr.flush()
+        stream = sys.__stderr__ or sys.stderr  # what the script redirects is for its own words
+        stream.write(f"msmon: {_speaker}{text}\n")
+        stream.flush()
     except (OSError, ValueError, AttributeError, RuntimeError) as error:
         # stderr closed, full, absent, or in use by what a signal interrupted: training goes on without the line
         if from_signal_handler(error):

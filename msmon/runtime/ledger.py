@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,6 +29,12 @@ class Ledger:
     def keep(self, handle: Removable) -> None:
         """Remember a hook handle."""
         self._undo.append(handle.remove)
+
+    def release(self, handle: Removable) -> None:
+        """Take a hook out now, and remember it no longer."""
+        handle.remove()
+        with contextlib.suppress(ValueError):
+            self._undo.remove(handle.remove)
 
     def patch(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:  # noqa: ANN401 - any module or class
         """Replace a function of a module or class by ``wrap(function)``.

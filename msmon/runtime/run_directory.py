@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import threading
 import time
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -109,7 +111,7 @@ def write_run_file(directory: Path, content: dict[str, Any]) -> None:
     if earlier and earlier.get("started") != content.get("started"):
         before = [*before, {key: value for key, value in earlier.items() if key != "models"}]
     text = json.dumps({**content, **({"resumed_from": before} if before else {})}, indent=2, ensure_ascii=False) + "\n"
-    beside = directory / f".{RUN_FILE}.tmp"
+    beside = directory / f".{RUN_FILE}.{os.getpid()}-{threading.get_ident()}.tmp"
     try:
         beside.write_text(text, encoding="utf-8", errors="backslashreplace")  # a lone surrogate becomes JSON's escape
         beside.replace(directory / RUN_FILE)

@@ -4,6 +4,8 @@
 caught when nobody else handles it: rows are written, the default action is restored and the signal sent again, so that
 the parent sees the same status.
 
+Scripts do not see that handler: :func:`signal.getsignal` and :func:`signal.signal` say ``SIG_DFL`` in its place.
+
 A small thread woken by :func:`signal.set_wakeup_fd` sees it through. When the signal comes while msmon itself is at
 work, the handler does nothing and the thread sends the signal again a moment later, so that no table is caught half-way.
 When the main thread cannot run the handler (it waits inside a collective, say), the thread does its work.
@@ -22,7 +24,9 @@ import struct
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from msmon.runtime.ledger import Ledger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +39,7 @@ FINISH_LIMIT = 60.0
 """Seconds that one thread waits for another that is writing what is left."""
 
 _RETRY = 0.02
+_signal, _getsignal = signal.signal, signal.getsignal
 _masks: dict[int, set[int]] = {}
 _STOP = 0
 _CREDENTIALS = struct.Struct("iII")  # process, user, group: what Linux attaches to what it passes through a socket
@@ -56,6 +61,7 @@ class Termination:
         self._over = _locked()
         self._heard = _locked()
         self._postponed = False
+        self._disguise = Ledger()
         self._wakeup: tuple[socket.socket, socket.socket] | None = None
         atexit.register(self.finish)
         self._leaving_child = multiprocessing.util.Finalize(None, self.finish, exitpriority=10)
@@ -79,8 +85,9 @@ class Termination:
     def undo(self) -> None:
         """Leave no handler, no thread and no descriptor behind. ``finish`` is not called any more."""
         self._forget()
+        self._disguise.undo()
         if threading.current_thread() is threading.main_thread() and self._ours():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            _signal(signal.SIGTERM, signal.SIG_DFL)
         if self._wakeup is not None:
             _, writer = self._release_wakeup(self._wakeup)
             with contextlib.suppress(OSError):
@@ -90,8 +97,9 @@ class Termination:
     def after_fork(self) -> None:
         """In a forked child: the parent's rows are not ours to write, its signals not ours to report."""
         self._forget()
+        self._disguise.undo()
         if self._ours():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            _signal(signal.SIGTERM, signal.SIG_DFL)
         if self._wakeup is not None:
             for end in self._release_wakeup(self._wakeup):
                 end.close()
@@ -112,9 +120,11 @@ class Termination:
     def _catch_sigterm(self) -> None:
         if threading.current_thread() is not threading.main_thread() or os.getpid() == 1:
             return  # only the main thread may; the kernel keeps default signals from a container's first process
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        if _getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             return  # the user handles it, or it is ignored: either way it stays as found
-        signal.signal(signal.SIGTERM, self._handle)
+        _signal(signal.SIGTERM, self._handle)
+        self._disguise.patch(signal, "getsignal", self._wrap_getsignal)
+        self._disguise.patch(signal, "signal", self._wrap_signal)
         if not hasattr(socket, "SCM_CREDENTIALS"):
             return  # not Linux: the handler alone must do
         reader, writer = socket.socketpair()
@@ -130,7 +140,24 @@ class Termination:
         threading.Thread(target=self._watch, args=(reader,), name="msmon-signals", daemon=True).start()
 
     def _ours(self) -> bool:
-        return signal.getsignal(signal.SIGTERM) == self._handle
+        return _getsignal(signal.SIGTERM) == self._handle
+
+    def _wrap_getsignal(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def getsignal(signalnum: int) -> Any:  # noqa: ANN401 - whatever a handler may be
+            found = original(signalnum)
+            return signal.SIG_DFL if found == self._handle else found
+
+        return getsignal
+
+    def _wrap_signal(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Ours stands for the default action: a script finds that in its place, and puts that back."""
+
+        def install(signalnum: int, handler: Any) -> Any:  # noqa: ANN401 - as above
+            default = signalnum == signal.SIGTERM and handler == signal.SIG_DFL and len(self._disguise) > 0
+            found = original(signalnum, self._handle if default else handler)
+            return signal.SIG_DFL if found == self._handle else found
+
+        return install
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:

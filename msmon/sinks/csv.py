@@ -146,7 +146,7 @@ class _AppendedFile:
     def append(self, text: bytes) -> None:
         if self._end is None:
             self._end = self._take_over()
-        if self._end is None:
+        if self._end is None or not self._path.exists():  # the user may have tidied up meanwhile
             self._end = self._create(self._header + text)
             return
         with self._path.open("r+b", buffering=0) as file:
@@ -176,6 +176,7 @@ class _AppendedFile:
     def _create(self, content: bytes) -> int:
         beside = self._path.with_name(f".{self._path.name}.tmp")
         try:
+            beside.parent.mkdir(parents=True, exist_ok=True)
             with beside.open("wb", buffering=0) as file:
                 _write_all(file, content)
             beside.replace(self._path)

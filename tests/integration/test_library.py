@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import sys
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from integration.truth import batch, net
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from msmon import log
 from msmon.errors import ArgumentError, ConfigError, MsmonError
@@ -211,7 +214,7 @@ def test_current_gradients_on_request(room: Room) -> None:
     assert off.generate_wgrad_metrics() == ({}, {})
 
 
-def test_calls_that_go_away_work_and_warn_once(room: Room, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calls_that_go_away_work_and_warn_once(room: Room, capfd: pytest.CaptureFixture[str]) -> None:
     """set_wrapped_optimizer and monitor_gnorm_with_ad work, and name set_monitor once each."""
     for name in ("A", "B"):
         model, optimizer = model_and_optimizer(name)
@@ -220,19 +223,19 @@ def test_calls_that_go_away_work_and_warn_once(room: Room, capsys: pytest.Captur
         monitor.monitor_gnorm_with_ad(model, 1)
         train(model, optimizer, 1)
     assert len(room.rows("grad_reduced")) == 8
-    said = capsys.readouterr().err
+    said = capfd.readouterr().err
     assert said.count("set_wrapped_optimizer goes away: pass the optimizer to set_monitor") == 1
     assert said.count("monitor_gnorm_with_ad goes away: call set_monitor") == 1
 
 
-def test_main_grad_where_there_is_none(room: Room, capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_grad_where_there_is_none(room: Room, capfd: pytest.CaptureFixture[str]) -> None:
     """B24: the default params_have_main_grad=True on a plain model reads .grad and says so once."""
     for name in ("A", "B"):
         model, optimizer = model_and_optimizer(name)
         room.monitor(params_have_main_grad=True).set_monitor(model, 1, optimizer)
         norms = train(model, optimizer, 1)
     assert [row["norm"] for row in room.rows("grad_reduced") if row.name == "0.weight"][-1:] == pytest.approx(norms)
-    assert capsys.readouterr().err.count("no parameter has main_grad: reading .grad") == 1
+    assert capfd.readouterr().err.count("no parameter has main_grad: reading .grad") == 1
 
 
 @pytest.mark.parametrize("flag", [True, False])
@@ -399,7 +402,7 @@ def batch_on_cpu(step: int) -> torch.Tensor:
     return torch.randn(8, 4, generator=torch.Generator("cpu").manual_seed(step), device="cpu")
 
 
-def test_an_optimizer_with_attributes_of_its_own(room: Room, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_optimizer_with_attributes_of_its_own(room: Room, capfd: pytest.CaptureFixture[str]) -> None:
     """What an optimizer calls ``grad_scale`` and ``found_inf`` itself is not taken for what a GradScaler leaves there."""
 
     class Own(torch.optim.Optimizer):
@@ -417,7 +420,7 @@ def test_an_optimizer_with_attributes_of_its_own(room: Room, capsys: pytest.Capt
     norms = train(model, optimizer)
     name = "0.weight"
     assert [row["norm"] for row in room.rows("grad_reduced") if row.name == name] == pytest.approx(norms, rel=1e-12)
-    assert "switched off" not in capsys.readouterr().err
+    assert "switched off" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("of_module", [True, False])
@@ -499,7 +502,7 @@ def time_is_over(number: int, frame: object) -> None:
 @pytest.mark.parametrize("kind", ["keyboard", "signal"])
 @pytest.mark.parametrize("interval", [1, 2])
 def test_interrupted_anywhere(
-    room: Room, kind: str, interval: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    room: Room, kind: str, interval: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C, or the script's own time limit, inside msmon: the script catches it; no row twice, none of a whole step lost."""
     before = signal.signal(signal.SIGALRM, time_is_over)
@@ -538,10 +541,10 @@ def test_interrupted_anywhere(
             point += 61
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert "switched off" not in capsys.readouterr().err
+    assert "switched off" not in capfd.readouterr().err
 
 
-def test_steps_that_end_when_the_next_begins_are_counted(room: Room, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_that_end_when_the_next_begins_are_counted(room: Room, capfd: pytest.CaptureFixture[str]) -> None:
     """Two optimizers at two rates: the summary counts every training step, also those closed by the next one."""
     model = net("Net")
     often, seldom = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2]))
@@ -554,11 +557,11 @@ def test_steps_that_end_when_the_next_begins_are_counted(room: Room, capsys: pyt
             seldom.step()
         often.step()
     monitor._session.finish()
-    assert "msmon: 7 training steps seen, 7 collected" in capsys.readouterr().err
+    assert "msmon: 7 training steps seen, 7 collected" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["linear", "convolution"])
-def test_parameters_that_come_to_life_late(room: Room, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parameters_that_come_to_life_late(room: Room, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
     """A lazy layer has no shape before its first forward pass; from then on it is watched under its names."""
     lazy = torch.nn.LazyLinear(3) if kind == "linear" else torch.nn.LazyConv1d(3, 1)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), lazy)
@@ -573,17 +576,54 @@ def test_parameters_that_come_to_life_late(room: Room, kind: str, capsys: pytest
         found = {step: {row.name for row in room.rows(row_kind) if row.step == step} for step in range(3)}
         assert found[0] == {"0.weight", "0.bias"}
         assert found[1] == found[2] == {"0.weight", "0.bias", "1.weight", "1.bias"}, row_kind
-    assert "switched off" not in capsys.readouterr().err
+    assert "switched off" not in capfd.readouterr().err
 
 
-def test_optimizer_of_the_same_class_as_one_seen_before(room: Room, capsys: pytest.CaptureFixture[str]) -> None:
+def test_optimizer_of_the_same_class_as_one_seen_before(room: Room, capfd: pytest.CaptureFixture[str]) -> None:
     """A second optimizer has no state at its first step, which says nothing about its class; one without ever is named."""
     monitor = room.monitor(mv_distribution=True)
     for name in ("First", "Second"):
         model, optimizer = model_and_optimizer(name)
         monitor.set_monitor(model, 1, optimizer)
         train(model, optimizer, 2)
-    assert "keeps no state" not in capsys.readouterr().err
+    assert "keeps no state" not in capfd.readouterr().err
     monitor.set_monitor(model, 1, plain := torch.optim.SGD(model.parameters(), lr=0.1))
     train(model, plain, 3)
-    assert capsys.readouterr().err.count("SGD keeps no state tensors") == 1
+    assert capfd.readouterr().err.count("SGD keeps no state tensors") == 1
+
+
+def test_replaced_parameters_are_released(room: Room) -> None:
+    """A new head and a new optimizer fifty times over: old heads, their optimizers and the hooks on them are gone."""
+    model, optimizer = model_and_optimizer()
+    monitor = room.monitor(param_distribution=True, mv_distribution=True)
+    monitor.set_monitor(model, 1, optimizer)
+    train(model, optimizer, 1)
+    (watch,) = monitor._session.watches
+    hooks = len(watch.ledger)
+    heads = []
+    for step in range(50):
+        model[2] = torch.nn.Linear(3, 2)
+        heads.append(weakref.ref(model[2].weight))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        monitor.set_monitor(model, 1, optimizer)
+        train(model, optimizer, 1, first=step)
+    gc.collect()
+    assert sum(head() is not None for head in heads) == 1
+    assert len(watch.ledger) == hooks
+    assert len(watch._optimizers) == 1
+    assert len(room.rows("grad_reduced")) == 51 * 4
+
+
+def test_under_fake_tensors(room: Room, capfd: pytest.CaptureFixture[str]) -> None:
+    """A dry run without numbers: each kind of row that is missing is said once, and nothing false of torch and numpy."""
+    with FakeTensorMode():
+        model, optimizer = model_and_optimizer()
+        room.monitor(param_distribution=True).set_monitor(model, 1, optimizer)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(8, 4)).pow(2).mean().backward()
+            optimizer.step()
+    said = capfd.readouterr().err
+    assert "numpy" not in said
+    for kind in ("param_origin", "param_updated", "grad_reduced", "grad_unreduced"):
+        assert said.count(f" has no {kind}: ") == 1

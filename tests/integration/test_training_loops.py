@@ -325,3 +325,91 @@ def test_short_names_of_several_models_stay_apart(runner: Runner) -> None:
     done = runner.monitored(script, config={**EVERYTHING, "squash_name": True})
     names = [row.name for row in done.rows("grad_reduced")]
     assert names == [f"{label}.layers.0.{leaf}" for label in ("One", "Two") for leaf in ("weight", "bias")]
+
+
+def test_module_made_around_a_model_in_training(runner: Runner) -> None:
+    """An export in mid-training, or a wrapper with a head of its own: the model's rows go on, and are there once."""
+    script = runner.write(
+        """
+        import sys, torch
+        from truth import batch, net
+        model = net("Net")
+        def train(run, optimizer):
+            for step in range(2):
+                optimizer.zero_grad()
+                run(batch(step)).pow(2).mean().backward()
+                optimizer.step()
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if sys.argv[1] == "export":
+            kept = torch.export.export(model, (batch(0),))
+            train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        else:
+            outer = type("Outer", (torch.nn.Sequential,), {})(model, torch.nn.Linear(1, 1))
+            train(outer, torch.optim.SGD(outer.parameters(), lr=0.1))
+        """
+    )
+    inner = ["0.weight", "0.bias", "2.weight", "2.bias"]
+    for way, more in (("export", []), ("wrapper", ["Outer.1.weight", "Outer.1.bias"])):
+        runner.output = runner.folder / way  # a place for each
+        done = runner.monitored(script, way, options=[])
+        rows = [(row.step, row.name) for row in done.rows("grad_reduced")]
+        true = [(step, name) for step in range(4) for name in inner + (more if step > 1 else [])]
+        assert sorted(rows) == sorted(true), done.stderr
+        assert [(line["model"], line["step"]) for line in done.steps()] == [("", str(step)) for step in range(4)]
+
+
+def test_threads_that_begin_to_train_at_once(runner: Runner) -> None:
+    """Each of several threads makes its model and trains it: no first step is lost, and run.json is whole."""
+    script = runner.write(
+        """
+        import sys, threading, torch
+        from truth import batch, net
+        sys.setswitchinterval(1e-6)
+        torch.set_num_threads(1)
+        ready = threading.Barrier(12)
+        def work(number):
+            model = net(f"Net{number}")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            ready.wait()
+            for step in range(3):
+                optimizer.zero_grad()
+                model(batch(step)).pow(2).mean().backward()
+                optimizer.step()
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        """
+    )
+    done = runner.monitored(script)
+    assert done.returncode == 0, done.stderr
+    assert len(done.directories()) == 1
+    assert sorted((line["model"], line["step"]) for line in done.steps()) == sorted(
+        (f"Net{number}", str(step)) for number in range(12) for step in range(3)
+    ), done.stderr
+    rows = [(row.name, row.step) for row in done.rows("grad_unreduced")]
+    assert len(rows) == len(set(rows)) == 12 * 3 * 4
+    assert len(done.run_file()["models"]) == 12
+    assert not list(done.directories()[0].glob(".run.json*"))
+
+
+def test_bare_tensors_beside_a_model_have_a_label(runner: Runner) -> None:
+    """Lines of steps.csv of tensors without a module begin with the name of the first one."""
+    script = runner.write(
+        """
+        import torch
+        from truth import batch, net
+        models = [net("Net"), net("Other")]
+        bare = torch.zeros(3, requires_grad=True)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        optimizers.append(torch.optim.SGD([bare], lr=0.1))
+        for step in range(2):
+            (sum(model(batch(step)).pow(2).mean() for model in models) + (bare - 1).pow(2).sum()).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        """
+    )
+    done = runner.monitored(script)
+    assert {line["model"] for line in done.steps()} == {"Net", "Other", "bare_parameter_0"}
+    assert [model["label"] for model in done.run_file()["models"]] == ["Net", "Other", "bare_parameter_0"]

@@ -199,6 +199,7 @@ def test_a_problem_is_said_to_be_where_it_is(tmp_path: Path) -> None:
         ["--format", "tsv"],
         ["--format", "tensorboard"],
         ["--ndigits", "21"],
+        ["--steps-per-file", "0"],
         ["--dynamic"],
     ],
 )

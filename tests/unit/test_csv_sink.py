@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import subprocess
 from typing import TYPE_CHECKING, Any
 
@@ -296,13 +297,14 @@ def test_whole_records(content: bytes) -> None:
 
 
 def test_directory_taken_away(tmp_path: Path) -> None:
-    """A directory that is gone is an OSError, every time; when it is back, writing goes on."""
-    directory = tmp_path / "run"
+    """A directory that is gone and cannot be made is an OSError, every time; when it can be, writing goes on."""
+    directory = tmp_path / "out" / "run"
     target = sink(directory, steps_per_file=10)
+    (tmp_path / "out").touch()
     for step in range(2):
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(OSError, match="out"):
             target.write(recorded(step, [row()], [[1]]))
-    directory.mkdir()
+    (tmp_path / "out").unlink()
     target.write(recorded(2, [row()], [[1]]))
     assert [found.step for found in read_kind(directory, "grad_reduced")] == [2]
     assert [line["step"] for line in read_steps(directory)] == ["2"]
@@ -361,3 +363,19 @@ def test_full_disk(small_disk: Path, steps_per_file: int) -> None:
             path.unlink()
         target.write(recorded(60, rows, [[number] for number in range(40)]))
         assert read_steps(small_disk)[-1]["step"] == "60"
+
+
+@pytest.mark.parametrize("gone", ["steps.csv", "grad_reduced_0-9.csv", ""])
+def test_what_was_deleted_is_begun_anew(tmp_path: Path, gone: str) -> None:
+    """A file, or the whole directory, that the user deletes in mid-run comes back with the next step."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    writer = sink(directory, steps_per_file=10)
+    for step in range(3):
+        writer.write(recorded(step, [row()], [[1.0]]))
+        if step == 1:
+            (directory / gone).unlink() if gone else shutil.rmtree(directory)
+    steps = [int(line["step"]) for line in read_steps(directory)]
+    rows = [found.step for found in read_kind(directory, "grad_reduced")]
+    assert steps == ([0, 1, 2] if gone.startswith("grad") else [2])
+    assert rows == ([0, 1, 2] if gone.startswith("steps") else [2])

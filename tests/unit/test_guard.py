@@ -19,15 +19,15 @@ def fail(text: str) -> None:
     raise ValueError(text)
 
 
-def test_guard_passes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_guard_passes_on(capfd: pytest.CaptureFixture[str]) -> None:
     """A part that works returns what it returns, with any arguments, and says nothing."""
     guard = Guard("a part")
     assert guard.run(lambda a, b: a + b, 1, b=2) == 3
     assert not guard.broken
-    assert capsys.readouterr().err == ""
+    assert capfd.readouterr().err == ""
 
 
-def test_guard_switches_off(capsys: pytest.CaptureFixture[str]) -> None:
+def test_guard_switches_off(capfd: pytest.CaptureFixture[str]) -> None:
     """After its first failure a part is not called any more; cause and place are said once, on one line."""
     guard = Guard("a part")
     called = []
@@ -35,7 +35,7 @@ def test_guard_switches_off(capsys: pytest.CaptureFixture[str]) -> None:
     assert guard.run(lambda: called.append(1)) is None
     assert guard.run(fail, "second") is None
     assert not called
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("msmon: a part switched off, training goes on: ValueError: first line x")
     assert "(test_guard.py:" in line
     assert len(line) < 500
@@ -81,14 +81,14 @@ def test_guard_lets_signal_handlers_of_the_script_raise(handler: Callable[[int, 
     assert guard.broken
 
 
-def test_guard_debug(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_guard_debug(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """With MSMON_DEBUG the traceback is shown."""
     monkeypatch.setenv(env.DEBUG, "1")
     Guard("a part").run(fail, "why")
-    assert "Traceback" in capsys.readouterr().err
+    assert "Traceback" in capfd.readouterr().err
 
 
-def test_failure_without_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failure_without_traceback(capfd: pytest.CaptureFixture[str]) -> None:
     """An error that was never raised can be reported too."""
     Guard("a part").fail(ValueError("x"))
-    assert capsys.readouterr().err == "msmon: a part switched off, training goes on: ValueError: x\n"
+    assert capfd.readouterr().err == "msmon: a part switched off, training goes on: ValueError: x\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import subprocess
 import sys
@@ -22,30 +23,42 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     log.set_rank(0, 1)
 
 
-def test_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line(capfd: pytest.CaptureFixture[str]) -> None:
     """A line goes to stderr, with our name in front; stdout stays the script's."""
     log.say("something happened")
-    captured = capsys.readouterr()
+    captured = capfd.readouterr()
     assert captured.err == "msmon: something happened\n"
     assert captured.out == ""
 
 
-def test_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_redirected_stderr(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """What a script redirects holds its own words only; without a real stderr the redirected one must do."""
+    caught = io.StringIO()
+    with contextlib.redirect_stderr(caught):
+        log.say("a")
+        assert caught.getvalue() == ""
+        monkeypatch.setattr(sys, "__stderr__", None)
+        log.say("b")
+    assert caught.getvalue() == "msmon: b\n"
+    assert capfd.readouterr().err == "msmon: a\n"
+
+
+def test_said_once(capfd: pytest.CaptureFixture[str]) -> None:
     """A line with a key is said once; one without as often as it is said."""
     for _ in range(3):
         log.say("a", once="key")
         log.say("b")
     log.say("c", once="other key")
-    assert capsys.readouterr().err == "msmon: a\nmsmon: b\nmsmon: b\nmsmon: b\nmsmon: c\n"
+    assert capfd.readouterr().err == "msmon: a\nmsmon: b\nmsmon: b\nmsmon: b\nmsmon: c\n"
 
 
-def test_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank(capfd: pytest.CaptureFixture[str]) -> None:
     """The rank that speaks is named when there are several."""
     log.set_rank(3, 8)
     log.say("a")
     log.set_rank(0, 1)
     log.say("b")
-    assert capsys.readouterr().err == "msmon: [rank 3] a\nmsmon: b\n"
+    assert capfd.readouterr().err == "msmon: [rank 3] a\nmsmon: b\n"
 
 
 class _Broken(io.StringIO):
@@ -63,12 +76,13 @@ class _Broken(io.StringIO):
 )
 def test_stderr_that_fails(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """A stderr that is closed, full or interrupted in a write never raises."""
-    monkeypatch.setattr(sys, "stderr", _Broken(error))
+    monkeypatch.setattr(sys, "__stderr__", _Broken(error))
     log.say("a")
 
 
 def test_no_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process without stderr is spared."""
+    monkeypatch.setattr(sys, "__stderr__", None)
     monkeypatch.setattr(sys, "stderr", None)
     log.say("a")
 
@@ -91,6 +105,6 @@ def test_interrupted_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
             return super().write(text)
 
     stderr = Interrupting()
-    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(sys, "__stderr__", stderr)
     log.say("outer", once="outer")
     assert stderr.getvalue() == "msmon: inner\nmsmon: outer\n"

@@ -211,6 +211,39 @@ def test_handler_that_calls_the_one_before() -> None:
     assert ended == Ended(0, ["theirs", "goes on", MAIN], "")
 
 
+def test_scripts_see_the_default_action() -> None:
+    """Looked at or replaced, our handler is SIG_DFL to a script; who puts SIG_DFL back still ends with rows written."""
+    ended = python(
+        """
+        t = Termination(finish)
+        theirs = lambda *_: print("theirs", flush=True)
+        print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+        print(signal.signal(signal.SIGTERM, theirs) is signal.SIG_DFL)
+        print(signal.getsignal(signal.SIGTERM) is theirs)
+        me()
+        print(signal.signal(signal.SIGTERM, signal.SIG_DFL) is theirs, flush=True)
+        print(signal.signal(signal.SIGINT, signal.SIG_DFL) is signal.default_int_handler, flush=True)
+        me()
+        time.sleep(60)
+        """
+    )
+    assert ended == Ended(-signal.SIGTERM, ["True", "True", "True", "theirs", "True", "True", MAIN], "")
+
+
+def test_disguise_is_taken_off() -> None:
+    """Undone, or in a forked child, the functions of signal are Python's own."""
+    ended = python(
+        """
+        own = signal.signal, signal.getsignal
+        t = Termination(finish)
+        print(own == (signal.signal, signal.getsignal))
+        t.undo()
+        print(own == (signal.signal, signal.getsignal))
+        """
+    )
+    assert ended == Ended(0, ["False", "True"], "")
+
+
 def test_handler_that_restores_the_one_before() -> None:
     """A handler over ours that puts the one before back and sends the signal again ends by it, with rows written."""
     ended = python(

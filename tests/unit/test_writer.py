@@ -135,7 +135,7 @@ def test_previous_step_is_kept_when_the_next_is_handed_over(writer: Writer, sink
 
 
 def test_stalled_sink(
-    writer: Writer, sink: Sink, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    writer: Writer, sink: Sink, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A disk that hangs is waited for once until it has caught up; steps that find it busy are left out and counted, and it is said once."""
     monkeypatch.setattr(writer_module, "STALL_LIMIT", 0.2)
@@ -143,7 +143,7 @@ def test_stalled_sink(
     for step in range(6):
         writer.submit(table(step))
     assert writer.dropped == 4
-    assert capsys.readouterr().err.count("steps are left out") == 1
+    assert capfd.readouterr().err.count("steps are left out") == 1
     sink.may_write.set()
     assert writer.drain()
     writer.submit(table(6))
@@ -170,7 +170,7 @@ def test_a_device_is_not_waited_for(writer: Writer, sink: Sink, monkeypatch: pyt
     assert writer.dropped == 0
 
 
-def test_failing_sink(writer: Writer, sink: Sink, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failing_sink(writer: Writer, sink: Sink, capfd: pytest.CaptureFixture[str]) -> None:
     """A step that cannot be written is said once for each cause; the training thread never sees it, and others follow."""
     full, broken = OSError(28, "No space left on device"), ValueError("broken")
     sink.errors = {1: full, 2: full, 4: full, 5: broken, 6: broken, 7: OSError("odd")}
@@ -179,20 +179,20 @@ def test_failing_sink(writer: Writer, sink: Sink, capsys: pytest.CaptureFixture[
     assert writer.drain()
     assert sink.numbers == [0, 3, 8]
     assert (writer.written, writer.dropped) == (3, 6)
-    said = capsys.readouterr().err
+    said = capfd.readouterr().err
     assert said.count("No space left on device") == 1
     assert said.count("ValueError: broken") == 1
     assert said.count("odd") == 1
     assert said.count("training goes on") == 3
 
 
-def test_numbers_that_never_come(writer: Writer, sink: Sink, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_that_never_come(writer: Writer, sink: Sink, capfd: pytest.CaptureFixture[str]) -> None:
     """A device that fails to deliver costs that step, not the thread."""
     writer.submit(table(0, numbers=Arrived(error=RuntimeError("device lost"))))
     writer.submit(table(1))
     assert writer.drain()
     assert sink.numbers == [1]
-    assert "device lost" in capsys.readouterr().err
+    assert "device lost" in capfd.readouterr().err
 
 
 def test_what_a_table_becomes(writer: Writer, sink: Sink) -> None:
@@ -211,13 +211,13 @@ def test_what_a_table_becomes(writer: Writer, sink: Sink) -> None:
     assert [step.numbers.tolist() for step in sink.steps] == [[0.0], [1.0], [2.0], [3.0]]
 
 
-def test_drain_has_a_limit(writer: Writer, sink: Sink, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drain_has_a_limit(writer: Writer, sink: Sink, capfd: pytest.CaptureFixture[str]) -> None:
     """The end of the process does not wait for ever for a disk that hangs."""
     sink.may_write.clear()
     writer.submit(table(0))
     assert not writer.drain(limit=0.2)
     assert not writer.drain(limit=0.2)
-    assert capsys.readouterr().err.count("the last rows could not be written") == 1
+    assert capfd.readouterr().err.count("the last rows could not be written") == 1
 
 
 def test_close(sink: Sink) -> None:

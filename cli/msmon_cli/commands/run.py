@@ -30,6 +30,7 @@ OPTIONS = {
     "dynamic_on": "--dynamic",
     "format": "--format",
     "ndigits": "--ndigits",
+    "step_count_per_record": "--steps-per-file",
 }
 """Key of the configuration → the option that sets it."""
 
@@ -157,6 +158,12 @@ def run(  # noqa: PLR0917 - Typer calls it by name
     ndigits: Annotated[
         int | None, typer.Option("--ndigits", help="Decimals in CSV.", show_default=False, rich_help_panel=OUTPUT)
     ] = None,
+    steps_per_file: Annotated[
+        int | None,
+        typer.Option(
+            "--steps-per-file", help="Steps that a CSV file covers.", show_default=False, rich_help_panel=OUTPUT
+        ),
+    ] = None,
 ) -> None:
     """Run a training command and record what its weights, gradients, activations and optimizer state do, step by step.
 
@@ -194,6 +201,7 @@ def run(  # noqa: PLR0917 - Typer calls it by name
         module_ranks=[_rank(word) for word in _words(ranks)],
         format=file_format,
         ndigits=ndigits,
+        step_count_per_record=steps_per_file,
     )
     if config is None and not (stacks or any(key.endswith("_distribution") for key in options)):
         options["wg_distribution"] = True

@@ -8,6 +8,8 @@ optimizer of the usual script exists, so that it is known whether names need a m
 from __future__ import annotations
 
 import functools
+import os
+import threading
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,11 +20,14 @@ from msmon.backends.pytorch.naming import innermost
 from msmon.backends.pytorch.roots import find_roots, optimizer_parameters
 from msmon.backends.pytorch.session import Session
 from msmon.backends.pytorch.taps.modules import wants_modules
+from msmon.backends.pytorch.watched import Naming
 from msmon.bootstrap import discovery
 from msmon.plan.names import unique_label
 from msmon.runtime.guard import Guard
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -50,6 +55,7 @@ class InjectedMonitor:
     """
 
     def __init__(self, settings: Settings) -> None:
+        self._lock = threading.RLock()  # a thread waits for its optimizer to be watched by the one that is at it
         self._waiting: list[_Waiting] = []
         self._calls: list[ModuleCalls] = []
         self._labels: list[str] = []
@@ -59,18 +65,28 @@ class InjectedMonitor:
             settings.config(), settings.output_root, injected=settings.for_report(), on_training=self.watch_waiting
         )
 
+    def after_fork(self) -> None:
+        """In a forked child: whoever held the lock is not here."""
+        self._lock = threading.RLock()
+
     def optimizer_constructed(self, optimizer: Optimizer) -> None:
         """Remember an optimizer with the models that own its parameters now."""
         self._guard.run(self._remember, optimizer)
 
     def _remember(self, optimizer: Optimizer) -> None:
         roots = [innermost(root) for root in find_roots(optimizer_parameters(optimizer))[0]]
-        self._waiting.append(_Waiting(weakref.ref(optimizer), [weakref.ref(root) for root in roots]))
-        if wants_modules(self.session.config):
-            hooked = [calls.root() for calls in self._calls]
-            hooked += [root() for watch in self.session.watches for root in watch.roots]
-            new = [root for root in roots if not any(root is other for other in hooked)]
-            self._calls += [ModuleCalls(root, functools.partial(self._guard.run, self.watch_waiting)) for root in new]
+        waiting = _Waiting(weakref.ref(optimizer), [weakref.ref(root) for root in roots])
+        with self._lock:
+            self._waiting.append(waiting)
+            if wants_modules(self.session.config):
+                self._hook_modules(roots)
+
+    def _hook_modules(self, roots: Sequence[Module]) -> None:
+        """Put hooks on the modules of models that have none: their first forward in training has them watched."""
+        hooked = [calls.root() for calls in self._calls]
+        hooked += [root() for watch in self.session.watches for root in watch.roots]
+        new = [root for root in roots if not any(root is other for other in hooked)]
+        self._calls += [ModuleCalls(root, functools.partial(self._guard.run, self.watch_waiting)) for root in new]
 
     def _take_calls(self, root: Module) -> ModuleCalls | None:
         """The hooks put on a model when its optimizer was constructed."""
@@ -84,6 +100,10 @@ class InjectedMonitor:
         Args:
             stepping: An optimizer about to step, which may have come to life unseen.
         """
+        with self._lock:
+            self._watch_waiting(stepping)
+
+    def _watch_waiting(self, stepping: Optimizer | None) -> None:
         if stepping is not None and not any(waiting.optimizer() is stepping for waiting in self._waiting):
             self._waiting.append(_Waiting(weakref.ref(stepping), []))
         if not self._waiting:
@@ -93,11 +113,12 @@ class InjectedMonitor:
         first = not self._labels
         several = not first or sum(bool(component.roots) for component in components) > 1
         for component in components:
-            self._watch(component, several=several)
+            self._watch(component, several=several, alone=first and len(components) == 1)
 
-    def _watch(self, component: _Component, *, several: bool) -> None:
+    def _watch(self, component: _Component, *, several: bool, alone: bool) -> None:
         existing = self._existing(component)
         if existing is not None:
+            self._add_new_roots(existing, component)
             for optimizer in component.optimizers:
                 existing.add_optimizer(optimizer)
             return
@@ -109,24 +130,39 @@ class InjectedMonitor:
             labels.append(unique_label(type(root).__name__, self._labels))
             self._labels.append(labels[-1])
         prefixed = several or len(labels) > 1
-        self.session.watch(
+        label: str | None = "+".join(labels) if several else ""
+        if not labels and not alone:
+            label = None
+        watch = self.session.watch(
             component.roots,
             component.optimizers,
-            label="+".join(labels) if several else "",
+            label=label,
             prefixes=[f"{label}." if prefixed else "" for label in labels],
             calls=[self._take_calls(root) for root in component.roots],
             grad_acc_steps=self._grad_acc_steps,
         )
+        if not labels:
+            self._labels.append(next(iter(watch.inventory.all_names), ""))
 
     def _existing(self, component: _Component) -> Watch | None:
-        """The watch that already has a model of this component, or, for bare tensors, the tensors."""
+        """The watch that already has a model or a tensor of this component."""
         for watch in self.session.watches:
             known = [root() for root in watch.roots]
             if any(root is other for root in component.roots for other in known):
                 return watch
-            if not component.roots and any(id(tensor) in watch.inventory.by_id for tensor in component.tensors):
+            if any(id(tensor) in watch.inventory.by_id for tensor in component.tensors):
                 return watch
         return None
+
+    def _add_new_roots(self, watch: Watch, component: _Component) -> None:
+        """Models around a watched one (a new head on a known body, say); one that brings no new tensor has no rows."""
+        known = [root() for root in watch.roots]
+        new = {id(tensor) for tensor in component.tensors} - watch.inventory.by_id.keys()
+        for root in component.roots:
+            if not any(root is other for other in known) and not new.isdisjoint(map(id, root.parameters())):
+                label = unique_label(type(root).__name__, self._labels)
+                self._labels.append(label)
+                watch.add_root(root, Naming(f"{label}.", squash=self.session.config.squash_name))
 
 
 @dataclass
@@ -194,3 +230,12 @@ def start(settings: Settings) -> None:
 def recorded() -> bool:
     """Whether this process has recorded, or will record, any training step."""
     return _monitor is not None and _monitor.session.place is not None
+
+
+def _after_fork() -> None:
+    if _monitor is not None:
+        _monitor.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -128,6 +128,7 @@ class Session:
         self._scales: dict[int, Tensor | None] = {}
         self._unwritable = False
         self._stopping = False
+        self._lock = threading.RLock()  # of the output, which threads share; a signal handler may come back in
         _sessions.add(self)
         events.subscribe(self)
 
@@ -138,7 +139,7 @@ class Session:
         models: Sequence[Module],
         optimizers: Sequence[Optimizer],
         *,
-        label: str = "",
+        label: str | None = "",
         prefixes: Sequence[str] = (),
         calls: Sequence[ModuleCalls | None] = (),
         raw_names: bool = False,
@@ -151,7 +152,7 @@ class Session:
         Args:
             models: The model, its chunks, or several models that one optimizer trains.
             optimizers: What trains them.
-            label: The model's name in ``steps.csv``.
+            label: The model's name in ``steps.csv``; ``None`` for the name of its first parameter.
             prefixes: Put before the names of each model's parameters.
             calls: Hooks that are on each model's modules already.
             raw_names: Names with the prefixes of wrappers, each model being a chunk with its own ``vpp_stage``.
@@ -164,7 +165,7 @@ class Session:
             self._kernel,
             choose_adapter(models, optimizers, main_grad=main_grad),
             self._emit,
-            label=label,
+            label=label or "",
             first_step=first_step,
             grad_acc_steps=grad_acc_steps,
         )
@@ -175,6 +176,8 @@ class Session:
             watch.add_root(model, naming, calls[number] if calls else None)
         for optimizer in optimizers:
             watch.add_optimizer(optimizer)
+        if label is None:
+            watch.label = next(iter(watch.inventory.all_names), "")
         for owner in models or optimizers:
             weakref.finalize(owner, self._drop_dead).atexit = False
         self.watches.append(watch)
@@ -378,6 +381,11 @@ class Session:
 
     def open(self) -> None:
         """Make the directory and start the writer, once. A place that cannot be written is said once."""
+        if self.output is None and not self._unwritable:
+            with self._lock:
+                self._open()
+
+    def _open(self) -> None:
         if self.output is not None or self._unwritable or self.place is None or self.config.format == "api":
             return
         try:
@@ -401,6 +409,10 @@ class Session:
     def _submit(self) -> None:
         if self._late:
             self.open()
+            with self._lock:
+                self._submit_late()
+
+    def _submit_late(self) -> None:
         while self._late:
             table, config = self._late.pop(0)
             if self.output is not None:
@@ -409,6 +421,10 @@ class Session:
                 self.output.submit(table, config)
 
     def _describe_run(self) -> None:
+        with self._lock:
+            self._describe()
+
+    def _describe(self) -> None:
         if self.output is not None and self.place is not None:
             for watch in self.watches:
                 if not watch.report:
@@ -478,6 +494,7 @@ class Session:
         if self._termination is not None:
             self._termination.after_fork()
             self._termination = None
+        self._lock = threading.RLock()
         self.output = None
         self.place = None
         self._under_way.clear()

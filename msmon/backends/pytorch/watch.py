@@ -217,7 +217,11 @@ class Watch:
                 self.inventory.take(root, self.adapter, naming, self._selection)
         self.inventory.take_bare(parameters, _BARE_NAMES, self._selection)
         in_use = [*self._held_by_models(), *(p for other in self.optimizers for p in optimizer_parameters(other))]
-        self.inventory.keep_only({id(parameter) for parameter in in_use})
+        gone = self.inventory.keep_only({id(parameter) for parameter in in_use})
+        for handle in [watched.handle for watched in gone if watched.handle is not None]:
+            self.ledger.release(handle)
+        if self.gradients is not None and gone:
+            self.gradients.forget({id(watched.parameter) for watched in gone})
         if self.modules is not None:
             self.modules.look_again()
 

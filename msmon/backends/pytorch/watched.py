@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from msmon.backends.pytorch.adapters.plain import PlainAdapter
     from msmon.plan.selection import Selection
+    from msmon.runtime.ledger import Removable
 
 
 @dataclass
@@ -30,6 +31,7 @@ class WatchedParameter:
         aliases: Other names of the same (tied) parameter.
         hooked: Identity of the tensor that the gradient hook is on, 0 without one. ``torch.utils.swap_tensors`` gives a
             parameter another tensor, without its hooks.
+        handle: That hook.
     """
 
     parameter: Tensor
@@ -39,6 +41,7 @@ class WatchedParameter:
     writes_reduced: bool = True
     aliases: list[str] = field(default_factory=list)
     hooked: int = 0
+    handle: Removable | None = None
 
 
 class Naming(NamedTuple):
@@ -95,9 +98,15 @@ class Inventory:
                 self.by_id[id(parameter)] = WatchedParameter(parameter, name, 0, selection.selects(name))
                 self.all_names.append(name)
 
-    def keep_only(self, wanted: set[int]) -> None:
-        """Let go of parameters that the model no longer has, such as those of a head that was replaced."""
+    def keep_only(self, wanted: set[int]) -> list[WatchedParameter]:
+        """Let go of parameters that the model no longer has, such as those of a head that was replaced.
+
+        Returns:
+            Those.
+        """
+        gone = [watched for key, watched in self.by_id.items() if key not in wanted]
         self.by_id = {key: watched for key, watched in self.by_id.items() if key in wanted}
+        return gone
 
     def selected(self, parameters: Iterable[Tensor] | None = None) -> list[WatchedParameter]:
         """The watched ones among these parameters (all by default), in the order of the model."""

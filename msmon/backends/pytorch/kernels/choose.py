@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from msmon import log
 from msmon.backends.pytorch.kernels.eager import EagerKernel
@@ -43,7 +44,8 @@ def choose_kernel() -> KernelByDevice:
     """The fastest kernels that work here."""
     eager = EagerKernel()
     try:
-        torch.zeros(1, device="cpu").numpy()
+        with _disable_current_modes():  # under a fake mode no tensor has numbers
+            torch.zeros(1, device="cpu").numpy()
     except RuntimeError as error:  # torch built against another NumPy than the one installed
         log.say(f"torch and numpy do not fit together ({error}): slower statistics on CPU", once="kernel:host")
         return KernelByDevice(eager, eager)

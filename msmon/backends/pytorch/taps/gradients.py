@@ -71,7 +71,10 @@ class GradientTap:
                 if watched.hooked:  # the tensor was swapped: its Python hooks are listed still, and called no more
                     parameter._post_accumulate_grad_hooks = None  # noqa: SLF001 - as above
                 watched.hooked = parameter._cdata  # noqa: SLF001 - as above
-                ledger.keep(parameter.register_post_accumulate_grad_hook(self._make_hook(watched, guard)))
+                if watched.handle is not None:
+                    ledger.release(watched.handle)
+                handle = watched.handle = parameter.register_post_accumulate_grad_hook(self._make_hook(watched, guard))
+                ledger.keep(handle)
                 hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - torch registers at the end only
                 ours = next(reversed(hooks))
                 for key in [key for key in hooks if key != ours]:

@@ -72,4 +72,5 @@ class Reduction:
 
     @staticmethod
     def _leave_out(row: Row, reason: object) -> None:
-        log.say(f"{row.name} has no {row.kind}: {reason}", once=f"unsupported:{row.kind}:{row.name}")
+        text = f"{row.name} has no {row.kind}: {reason}; others like it are left out too"
+        log.say(text, once=f"unsupported:{row.kind}:{reason}")
