@@ -10,10 +10,7 @@ if TYPE_CHECKING:
     from msmon.config.schema import MonitorConfig
 
 FEATURES = {
-    "mg_direction": "directions of gradients",
-    "ur_distribution": "updates of the optimizer",
     "cc_distribution.enable": "communication",
-    "recording_l2_features": "high-order features",
     "alert.rules": "alerts",
     "alert.dump": "alerts",
 }

@@ -223,6 +223,9 @@ class MonitorConfig(_Frozen):
             "optimizer state: exp_avg, exp_avg_sq, …": self.mv_distribution,
             "activations: actv": self.xy_distribution and not self.backward_only,
             "gradients of activations: actv_grad": self.xy_distribution and not self.forward_only,
+            "directions of gradients: other": self.mg_direction,
+            "updates of Adam: update, update_ratio": self.ur_distribution,
+            "high-order features: attention_hook, linear_hook, …": self.recording_l2_features,
             "call stacks of modules: stack_info.csv": self.stack_info,
             "the structure of the model, then the run ends: module_struct.json": self.print_struct,
         }

@@ -89,6 +89,15 @@ class ModuleSelection:
         _, colon, index = (entry.get(side) or "").partition(":")
         return not colon or int(index) == position
 
+    def unmatched(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Targets that are no module's name, each with up to three close names among those that exist."""
+        known = list(dict.fromkeys(names))
+        return {
+            target: difflib.get_close_matches(target, known, n=3, cutoff=0.5)
+            for target in self._entries
+            if not any(_is(name, target) for name in known)
+        }
+
     def _entry(self, names: tuple[str, ...]) -> dict[str, str | None] | None:
         if names not in self._found:
             self._found[names] = next(

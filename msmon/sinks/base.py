@@ -69,3 +69,34 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """No further step will come."""
+
+
+class SeveralSinks:
+    """Each step goes to several sinks.
+
+    Args:
+        sinks: In this order.
+    """
+
+    def __init__(self, *sinks: Sink) -> None:
+        self._sinks = sinks
+
+    def write(self, step: RecordedStep) -> None:
+        """Hand a step to every sink, also when one before it fails.
+
+        Raises:
+            Exception: The first failure.
+        """
+        failure: Exception | None = None
+        for sink in self._sinks:
+            try:
+                sink.write(step)
+            except Exception as error:  # noqa: BLE001, PERF203 - raised below, when the others have the step
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Close all."""
+        for sink in self._sinks:
+            sink.close()

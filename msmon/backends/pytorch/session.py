@@ -39,7 +39,10 @@ from msmon.runtime.interruption import from_signal_handler
 from msmon.runtime.run_directory import make_run_directory, write_run_file
 from msmon.runtime.termination import Termination
 from msmon.runtime.writer import Writer
+from msmon.sinks import tensorboard
+from msmon.sinks.base import SeveralSinks
 from msmon.sinks.csv import CsvSink
+from msmon.sinks.tensorboard import TensorBoardSink
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
     from msmon.config.schema import MonitorConfig
     from msmon.record.table import StepTable
     from msmon.runtime.process import Place
+    from msmon.sinks.base import Sink
 
 _numbers = itertools.count()
 _STEP_CODE = frozenset(
@@ -70,23 +74,28 @@ class _Output:
     """Where a session writes, once it does."""
 
     directory: Path
+    rank: int
     config: MonitorConfig
     writer: Writer
 
     @classmethod
-    def into(cls, directory: Path, config: MonitorConfig) -> _Output:
-        return cls(directory, config, Writer(_make_sink(directory, config)))
+    def into(cls, directory: Path, rank: int, config: MonitorConfig) -> _Output:
+        return cls(directory, rank, config, Writer(_make_sink(directory, rank, config)))
 
     def submit(self, table: StepTable, config: MonitorConfig) -> None:
         if config is not self.config:
             self.config = config
             self.writer.drain()
-            self.writer.sink = _make_sink(self.directory, config)
+            self.writer.sink.close()
+            self.writer.sink = _make_sink(self.directory, self.rank, config)
         self.writer.submit(table)
 
 
-def _make_sink(directory: Path, config: MonitorConfig) -> CsvSink:
-    return CsvSink(directory, config.columns, config.ndigits, config.step_count_per_record)
+def _make_sink(directory: Path, rank: int, config: MonitorConfig) -> Sink:
+    table = CsvSink(directory, config.columns, config.ndigits, config.step_count_per_record)
+    if config.ur_distribution and tensorboard.installed():
+        return SeveralSinks(table, TensorBoardSink(directory, rank, len(config.statistics)))
+    return table
 
 
 class Session:
@@ -399,7 +408,7 @@ class Session:
             self._unwritable = True
             log.say(f"{error}: nothing is recorded, training goes on")
             return
-        self.output = _Output.into(directory, self.config)
+        self.output = _Output.into(directory, self.place.rank, self.config)
         self._describe_run()
 
     def _emit(self, table: StepTable, config: MonitorConfig) -> None:
@@ -447,6 +456,10 @@ class Session:
         for target, close in selection.unmatched([*names, *modules]).items():
             hint = f"; close: {', '.join(close)}" if close else ""
             log.say(f"target `{target}` matches no module or parameter{hint}", once=f"target:{target}")
+        features = next((watch.modules.features for watch in self.watches if watch.modules), None)
+        for target, close in features.unmatched(modules).items() if features else ():
+            hint = f"; close: {', '.join(close)}" if close else ""
+            log.say(f"l2_targets: `{target}` is no module{hint}", once=f"l2_target:{target}")
 
     # The end
 

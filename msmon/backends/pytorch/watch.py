@@ -19,6 +19,7 @@ from msmon.backends.pytorch.taps.gradients import GradientTap
 from msmon.backends.pytorch.taps.modules import ModuleTaps, wants_modules
 from msmon.backends.pytorch.taps.optimizer_state import OptimizerStateTap
 from msmon.backends.pytorch.taps.reduction import Reduction
+from msmon.backends.pytorch.taps.updates import DirectionTap, UpdateTap
 from msmon.backends.pytorch.taps.weights import WeightTap
 from msmon.backends.pytorch.watched import Inventory, Naming, WatchedParameter
 from msmon.plan.gate import StepGate
@@ -26,9 +27,10 @@ from msmon.plan.rounds import Rounds
 from msmon.plan.selection import Selection
 from msmon.runtime.guard import Guard
 from msmon.runtime.ledger import Ledger
+from msmon.sinks import tensorboard
 from msmon.stats.definitions import Statistic
 
-TapT = TypeVar("TapT", WeightTap, GradientTap, OptimizerStateTap)
+TapT = TypeVar("TapT", WeightTap, GradientTap, OptimizerStateTap, DirectionTap, UpdateTap)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -122,7 +124,12 @@ class Watch:
         self.state = OptimizerStateTap(self._reduction, adapter) if config.mv_distribution else None
         self.gradients = self._make_gradient_tap() if config.wg_distribution else None
         self.modules = self._make_module_taps() if wants_modules(config) else None
-        self.guards = {tap.part: Guard(tap.part) for tap in (self.weights, self.state, self.gradients) if tap}
+        self.directions = DirectionTap(self._reduction, adapter) if config.mg_direction else None
+        self.updates = (
+            UpdateTap(self._reduction, adapter, histograms=tensorboard.installed()) if config.ur_distribution else None
+        )
+        taps = (self.weights, self.state, self.gradients, self.directions, self.updates)
+        self.guards = {tap.part: Guard(tap.part) for tap in taps if tap}
 
     def _make_gradient_tap(self) -> GradientTap:
         return GradientTap(
@@ -326,6 +333,9 @@ class Watch:
         divisor = _tensor(optimizer, "grad_scale")  # a fused optimizer unscales by itself, during the step
         self._tap(self.gradients, lambda tap: tap.move_unreduced(self._recorder, entry.parameters))
         self._tap(self.gradients, lambda tap: tap.read_reduced(self._recorder, entry.parameters, divisor))
+        optimizers = self._with_inner(optimizer)
+        self._tap(self.directions, lambda tap: tap.read(self._recorder, optimizers, entry.parameters))
+        self._tap(self.updates, lambda tap: tap.note_gradients(entry.parameters))
         found_inf = _tensor(optimizer, "found_inf")
         if found_inf is not None:
             self._recorder.note("found_inf", found_inf)
@@ -337,6 +347,9 @@ class Watch:
         if self.collecting:
             entry = self._optimizers[id(optimizer)]
             self._tap(self.weights, lambda tap: tap.read(self._recorder, weights.AFTER, self._weights_of(entry)))
+            if not skipped:
+                optimizers = self._with_inner(optimizer)
+                self._tap(self.updates, lambda tap: tap.read(self._recorder, optimizers, entry.parameters))
             self._recorder.skipped |= skipped
         self._inside_step = False
         self._settle()
@@ -471,6 +484,10 @@ class Watch:
         others = [other for other in self._optimizers.values() if other is not entry and other.reference() is not None]
         held_elsewhere = set().union(*(other.held for other in others))
         return [w for key, w in self.inventory.by_id.items() if w.selected and key not in held_elsewhere - entry.held]
+
+    def _with_inner(self, optimizer: Optimizer) -> list[Optimizer]:
+        """An optimizer and those that it may wrap, asked for state that it does not have itself."""
+        return [optimizer, *(other for other in self.optimizers if other is not optimizer)]
 
     def _tap(self, tap: TapT | None, call: Callable[[TapT], None]) -> None:
         if tap is not None:

@@ -9,6 +9,7 @@ from msmon import log
 from msmon.backends.pytorch.module_calls import ModuleCalls, WatchedModule, say_compiled
 from msmon.backends.pytorch.naming import walk_modules, wrapped_attribute
 from msmon.backends.pytorch.taps.activations import ActivationTap
+from msmon.backends.pytorch.taps.features import FeatureTap
 from msmon.backends.pytorch.taps.stacks import StackTap
 from msmon.backends.pytorch.taps.structure import StructureTap
 from msmon.plan.names import squash_all
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 def wants_modules(config: MonitorConfig) -> bool:
     """Whether anything of this configuration needs hooks on modules."""
-    return _wants_activations(config) or config.print_struct or config.stack_info
+    return _wants_activations(config) or config.print_struct or config.stack_info or config.recording_l2_features
 
 
 def _wants_activations(config: MonitorConfig) -> bool:
@@ -70,7 +71,8 @@ class ModuleTaps:
             )
         self.structure = StructureTap() if config.print_struct else None
         self.stacks = StackTap() if config.stack_info else None
-        taps = (self.activations, self.structure, self.stacks)
+        self.features = FeatureTap(config.l2_targets, config.sa_order) if config.recording_l2_features else None
+        taps = (self.activations, self.structure, self.stacks, self.features)
         self._observers: list[tuple[Observer, Guard]] = [(tap, Guard(tap.part)) for tap in taps if tap is not None]
         self._roots: list[tuple[ModuleCalls, Naming]] = []
         self._modules: list[WatchedModule] = []
@@ -100,21 +102,30 @@ class ModuleTaps:
     def _take(self, calls: ModuleCalls, root: Module, naming: Naming) -> None:
         every = list(_named(root, naming))
         self._names += [form for watched in every for form in watched.names if form not in self._names]
-        found = [watched for watched in every if self._selection.selects(watched.names)]
+        found = [watched for watched in every if self._selects(watched)]
         self._modules = [watched for watched in self._modules if watched.reference() is not None]
         known = {id(watched.reference()) for watched in self._modules}
         self._modules += [watched for watched in found if id(watched.reference()) not in known]
         calls.observe(self._modules, self._observers, **self._told)  # type: ignore[arg-type]  # three callables
 
+    def _selects(self, watched: WatchedModule) -> bool:
+        if self.features is not None and self.features.selects(watched):
+            return True
+        others = self.activations or self.structure or self.stacks
+        return others is not None and self._selection.selects(watched.names)
+
     def move(self, recorder: StepRecorder) -> None:
         """Hand what was read to the step under way."""
-        if self.activations is not None:
-            self.activations.move(recorder)
+        for tap in (self.activations, self.features):
+            if tap is not None:
+                tap.move(recorder)
 
     def step_is_over(self) -> None:
         """The next forward is the first of its step."""
         for calls, _ in self._roots:
             calls.step_is_over()
+        if self.features is not None:
+            self.features.step_is_over()
 
     def backward_ends(self) -> None:
         """A backward pass has ended."""
@@ -125,11 +136,15 @@ class ModuleTaps:
         """What backward passes have left so far belongs to no step."""
         if self.activations is not None:
             self.activations.forget()
+        if self.features is not None:
+            self.features.forget()
 
     def forget(self) -> None:
         """Drop everything read and not handed on."""
         if self.activations is not None:
             self.activations.forget_all()
+        if self.features is not None:
+            self.features.forget()
 
     def current(self) -> tuple[list[tuple[Row, Tensor]], list[tuple[Row, Tensor]]]:
         """Activations and their gradients, read since the last step."""
