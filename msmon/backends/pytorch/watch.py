@@ -200,7 +200,7 @@ class Watch:
         for handle in [watched.handle for watched in gone if watched.handle is not None]:
             self.ledger.release(handle)
         if self.gradients is not None and gone:
-            self.gradients.forget({id(watched.parameter) for watched in gone})
+            self.gradients.forget({id(watched.parameter) for watched in gone}, forever=True)
 
     def _held_by_models(self) -> Iterator[Tensor]:
         for reference in self.roots:
@@ -386,8 +386,8 @@ class Watch:
         if self.rounds.open:
             return entry.parameters
         others = [other for other in self._optimizers.values() if other is not entry and other.reference() is not None]
-        held_elsewhere = set().union(*(other.held for other in others))
-        return [w for key, w in self.inventory.by_id.items() if w.selected and key not in held_elsewhere - entry.held]
+        held_elsewhere = set().union(*(other.held for other in others)) - entry.held
+        return [w for key, w in self.inventory.by_id.items() if w.selected and key not in held_elsewhere]
 
     def _tap(self, tap: TapT | None, call: Callable[[TapT], None]) -> None:
         if tap is not None:
