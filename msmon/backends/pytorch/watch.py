@@ -114,6 +114,7 @@ class Watch:
         self._open_passes = 0
         self._inside_step = False
         self._step_under_way = False
+        self.left_over = False
         self.collecting = self.listening = self.gate.wants(self.rounds.step)
         self.weights = WeightTap(self._reduction) if config.param_distribution else None
         self.state = OptimizerStateTap(self._reduction, adapter) if config.mv_distribution else None
@@ -240,6 +241,7 @@ class Watch:
         current = events.current_backward()
         if current != self._backward:
             self._backward = current
+            self.left_over = False
             self._open_passes += 1
         latest = max(self._open_passes - 1, 0)
         return latest if self._grad_acc_steps is None else min(latest, self._grad_acc_steps - 1)
@@ -357,11 +359,16 @@ class Watch:
             self._settle()
             self.close_round(complete=False)
 
-    def cut_short(self) -> None:
-        """The process ends: what the step under way has left so far is its table."""
+    def cut_short(self, *, normally: bool = False) -> None:
+        """The process ends: what the step under way has left so far is its table.
+
+        Args:
+            normally: The script has come to its end. Gradients that came before another model's last step are then what
+                its backward pass left here (a generator's in the discriminator), and belong to no step.
+        """
         if self.rounds.open:
             self.close_round(complete=not self._inside_step)
-        if not self.collecting:
+        if not self.collecting or (normally and self.left_over and not len(self._recorder)):
             return
         self._tap(self.gradients, lambda tap: tap.move_unreduced(self._recorder))
         if len(self._recorder):
