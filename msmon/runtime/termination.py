@@ -58,6 +58,7 @@ class Termination:
         self._process = os.getpid()
         self._owner: dict[str, int] = {}
         self._begun = False
+        self.signalled = False
         self._over = _locked()
         self._heard = _locked()
         self._postponed = False
@@ -169,6 +170,7 @@ class Termination:
             with contextlib.suppress(OSError):  # full: then the thread is awake
                 self._wakeup[1].send(bytes([number]))  # an event loop may have taken the wakeup over
             return
+        self.signalled = True
         if self._heard.locked():
             self._heard.release()
         self.finish()
@@ -184,6 +186,7 @@ class Termination:
         deadline = time.monotonic() + HANDLER_LIMIT
         while not self._heard.acquire(timeout=_RETRY):
             if time.monotonic() > deadline:
+                self.signalled = True
                 self.finish()
                 _end_by(signal.SIGTERM)
             if self._postponed and (main := threading.main_thread().ident) is not None:

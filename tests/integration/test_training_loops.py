@@ -413,3 +413,33 @@ def test_bare_tensors_beside_a_model_have_a_label(runner: Runner) -> None:
     done = runner.monitored(script)
     assert {line["model"] for line in done.steps()} == {"Net", "Other", "bare_parameter_0"}
     assert [model["label"] for model in done.run_file()["models"]] == ["Net", "Other", "bare_parameter_0"]
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit", "1 / 0", "os.kill(os.getpid(), signal.SIGTERM)"])
+def test_gradients_that_another_model_left_at_the_end(runner: Runner, end: str) -> None:
+    """A generator's backward pass leaves gradients in the discriminator: no step of its own, unless the run was cut short."""
+    script = runner.write(
+        f"""
+        import os, signal, sys
+        import torch
+        from truth import batch, net
+        G, D = net("G"), torch.nn.Linear(1, 1)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (D, G)]
+        for step in range(2):
+            optimizers[0].zero_grad()
+            D(G(batch(step)).detach()).mean().backward()
+            optimizers[0].step()
+            optimizers[1].zero_grad()
+            D(G(batch(step))).mean().backward()
+            optimizers[1].step()
+        {end}
+        """
+    )
+    done = runner.monitored(script)
+    lines = [(line["model"], line["step"], line["complete"]) for line in done.steps()]
+    whole = [(model, str(step), "1") for step in range(2) for model in ("Linear", "G")]
+    cut = [("Linear", "2", "0")] if end[:1] in {"1", "o"} else []
+    assert lines == whole + cut, done.stderr
+    assert {row.step for row in done.rows("grad_unreduced") if row.name.startswith("Linear")} == (
+        {0, 1, 2} if cut else {0, 1}
+    )

@@ -175,37 +175,41 @@ class _Component:
 
 
 def _components(waiting: list[_Waiting]) -> list[_Component]:
-    components: list[_Component] = []
+    found: dict[int, _Component] = {}  # of each model and tensor
+    held: dict[int, set[int]] = {}
     for entry in waiting:
         optimizer = entry.optimizer()
         if optimizer is None:
             continue
         tensors = optimizer_parameters(optimizer)
-        roots = _still_right(entry, tensors)
-        merged = _Component(roots, [optimizer], tensors)
-        for other in list(components):
-            shares_root = any(root is theirs for root in merged.roots for theirs in other.roots)
-            shares_tensor = not {id(t) for t in merged.tensors}.isdisjoint(id(t) for t in other.tensors)
-            if shares_root or shares_tensor:
-                components.remove(other)
-                merged = _Component(
-                    [*other.roots, *(root for root in merged.roots if not any(root is r for r in other.roots))],
-                    [*other.optimizers, *merged.optimizers],
-                    [*other.tensors, *merged.tensors],
-                )
-        components.append(merged)
-    return components
+        roots = _still_right(entry, tensors, held)
+        parts = {id(part): found[id(part)] for part in (*roots, *tensors) if id(part) in found}
+        first, *others = {id(component): component for component in parts.values()}.values() or [_Component([], [], [])]
+        for other in (*others, _Component(roots, [optimizer], tensors)):
+            known = set(map(id, first.roots))
+            first.roots += [root for root in other.roots if id(root) not in known]
+            first.optimizers += other.optimizers
+            first.tensors += other.tensors
+            found.update((id(part), first) for part in (*other.roots, *other.tensors))
+    return list({id(component): component for component in found.values()}.values())
 
 
-def _still_right(entry: _Waiting, tensors: list[Tensor]) -> list[Module]:
+def _still_right(entry: _Waiting, tensors: list[Tensor], held: dict[int, set[int]]) -> list[Module]:
     """The models found at construction if they still hold all of the optimizer's parameters, else those that do now.
 
     Parameters are replaced in between when a model is sharded, for instance.
+
+    Args:
+        entry: The optimizer and its models.
+        tensors: Its parameters.
+        held: The parameters of each model looked at so far, for the next optimizer of the same one.
     """
     roots = [root for reference in entry.roots if (root := reference()) is not None]
     if roots and len(roots) == len(entry.roots):
-        held = {id(parameter) for root in roots for parameter in root.parameters()}
-        if held.issuperset(id(tensor) for tensor in tensors):
+        for root in roots:
+            if id(root) not in held:
+                held[id(root)] = set(map(id, root.parameters()))
+        if all(any(id(tensor) in held[id(root)] for root in roots) for tensor in tensors):
             return roots
     found: list[Module] = []
     for root in find_roots(tensors)[0]:

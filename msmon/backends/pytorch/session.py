@@ -290,6 +290,8 @@ class Session:
         self.open()
         before = watch.rounds.step
         watch.step_ends(optimizer, skipped=skipped)
+        for other in self.watches:
+            other.left_over |= other is not watch
         if watch.modules is not None and watch.rounds.step > before:
             self._report_modules(watch)
 
@@ -465,8 +467,10 @@ class Session:
 
     def finish(self) -> None:
         """The process ends: write the step under way as far as it came, and everything before it."""
+        crashed = getattr(sys, "last_type", None) is not None or sys.exc_info()[0] is not None
+        signalled = self._termination is not None and self._termination.signalled
         for watch in list(self.watches):
-            self.guard.run(watch.cut_short)
+            self.guard.run(watch.cut_short, normally=not (crashed or signalled))
         self._submit()
         if self.output is not None:
             self.output.writer.drain()

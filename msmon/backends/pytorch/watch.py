@@ -119,6 +119,7 @@ class Watch:
         self._open_passes = 0
         self._inside_step = False
         self._step_under_way = False
+        self.left_over = False
         self.collecting = self.listening = self.gate.wants(self.rounds.step)
         self.weights = WeightTap(self._reduction) if config.param_distribution else None
         self.state = OptimizerStateTap(self._reduction, adapter) if config.mv_distribution else None
@@ -228,7 +229,7 @@ class Watch:
         for handle in [watched.handle for watched in gone if watched.handle is not None]:
             self.ledger.release(handle)
         if self.gradients is not None and gone:
-            self.gradients.forget({id(watched.parameter) for watched in gone})
+            self.gradients.forget({id(watched.parameter) for watched in gone}, forever=True)
         if self.modules is not None:
             self.modules.look_again()
 
@@ -290,6 +291,7 @@ class Watch:
         current = events.current_backward()
         if current != self._backward:
             self._backward = current
+            self.left_over = False
             self._open_passes += 1
         return self._micro_batch(self._open_passes - 1)
 
@@ -333,7 +335,7 @@ class Watch:
         divisor = _tensor(optimizer, "grad_scale")  # a fused optimizer unscales by itself, during the step
         self._tap(self.gradients, lambda tap: tap.move_unreduced(self._recorder, entry.parameters))
         self._tap(self.gradients, lambda tap: tap.read_reduced(self._recorder, entry.parameters, divisor))
-        optimizers = self._with_inner(optimizer)
+        optimizers = [optimizer, *self.wrapped_by(optimizer)]
         self._tap(self.directions, lambda tap: tap.read(self._recorder, optimizers, entry.parameters))
         self._tap(self.updates, lambda tap: tap.note_gradients(entry.parameters))
         found_inf = _tensor(optimizer, "found_inf")
@@ -348,7 +350,7 @@ class Watch:
             entry = self._optimizers[id(optimizer)]
             self._tap(self.weights, lambda tap: tap.read(self._recorder, weights.AFTER, self._weights_of(entry)))
             if not skipped:
-                optimizers = self._with_inner(optimizer)
+                optimizers = [optimizer, *self.wrapped_by(optimizer)]
                 self._tap(self.updates, lambda tap: tap.read(self._recorder, optimizers, entry.parameters))
             self._recorder.skipped |= skipped
         self._inside_step = False
@@ -436,11 +438,16 @@ class Watch:
             self._settle()
             self.close_round(complete=False)
 
-    def cut_short(self) -> None:
-        """The process ends: what the step under way has left so far is its table."""
+    def cut_short(self, *, normally: bool = False) -> None:
+        """The process ends: what the step under way has left so far is its table.
+
+        Args:
+            normally: The script has come to its end. Gradients that came before another model's last step are then what
+                its backward pass left here (a generator's in the discriminator), and belong to no step.
+        """
         if self.rounds.open:
             self.close_round(complete=not self._inside_step)
-        if not self.collecting:
+        if not self.collecting or (normally and self.left_over and not len(self._recorder)):
             return
         self._move_modules()
         self._tap(self.gradients, lambda tap: tap.move_unreduced(self._recorder))
@@ -482,12 +489,8 @@ class Watch:
         if self.rounds.open:
             return entry.parameters
         others = [other for other in self._optimizers.values() if other is not entry and other.reference() is not None]
-        held_elsewhere = set().union(*(other.held for other in others))
-        return [w for key, w in self.inventory.by_id.items() if w.selected and key not in held_elsewhere - entry.held]
-
-    def _with_inner(self, optimizer: Optimizer) -> list[Optimizer]:
-        """An optimizer and those that it may wrap, asked for state that it does not have itself."""
-        return [optimizer, *(other for other in self.optimizers if other is not optimizer)]
+        held_elsewhere = set().union(*(other.held for other in others)) - entry.held
+        return [w for key, w in self.inventory.by_id.items() if w.selected and key not in held_elsewhere]
 
     def _tap(self, tap: TapT | None, call: Callable[[TapT], None]) -> None:
         if tap is not None:

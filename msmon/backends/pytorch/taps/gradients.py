@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +59,8 @@ class GradientTap:
         self._every = every_micro_batch
         self._pending: dict[tuple[int, int], tuple[Row, Tensor]] = {}
         self._settled: set[tuple[int, int]] = set()
+        self._arrivals: dict[int, dict[tuple[int, int], int]] = {}  # of each parameter: its keys, and their order
+        self._counter = itertools.count()
 
     def hook(self, parameters: Iterable[WatchedParameter], ledger: Ledger, guard: Guard) -> None:
         """Put a hook on every selected parameter that can have a gradient and has none yet.
@@ -99,6 +102,8 @@ class GradientTap:
         if numbers is not None:
             key = id(parameter), micro_step if self._every else 0
             self._settled.discard(key)
+            if key not in self._pending:
+                self._arrivals.setdefault(key[0], {})[key] = next(self._counter)
             self._pending[key] = row, numbers
 
     def read_reduced(
@@ -120,10 +125,18 @@ class GradientTap:
 
     def move_unreduced(self, recorder: StepRecorder, parameters: Iterable[WatchedParameter] | None = None) -> None:
         """Hand the rows that backward passes left behind to the step, in the order in which gradients arrived."""
-        owners = None if parameters is None else {id(watched.parameter) for watched in parameters}
-        taken = [key for key in self._pending if owners is None or key[0] in owners]
+        taken = self._keys(None if parameters is None else (id(watched.parameter) for watched in parameters))
         pairs = [self._pending.pop(key) for key in taken]
         recorder.add([row for row, _ in pairs], [numbers for _, numbers in pairs])
+
+    def _keys(self, owners: Iterable[int] | None) -> list[tuple[int, int]]:
+        """Pending rows of these parameters (of all by default), in the order of arrival; asked once an optimizer."""
+        if owners is None:
+            return list(self._pending)
+        found = [
+            (n, key) for owner in owners for key, n in self._arrivals.get(owner, {}).items() if key in self._pending
+        ]
+        return [key for _, key in sorted(found)]
 
     def settle(self) -> None:
         """What is pending now belongs to this training step or to none: an optimizer has stepped."""
@@ -151,14 +164,20 @@ class GradientTap:
         """Whether no backward pass has left a row."""
         return not self._pending
 
-    def forget(self, owners: set[int] | None = None) -> bool:
+    def forget(self, owners: set[int] | None = None, *, forever: bool = False) -> bool:
         """Drop pending rows of these parameters (of all by default).
+
+        Args:
+            owners: Identities of the parameters.
+            forever: They are gone.
 
         Returns:
             Whether none is left.
         """
-        for key in [key for key in self._pending if owners is None or key[0] in owners]:
+        for key in self._keys(owners):
             del self._pending[key]
+        for owner in owners or () if forever else ():
+            self._arrivals.pop(owner, None)
         return self.idle
 
     def current(
