@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import math
 import os
 import re
@@ -76,7 +77,7 @@ def record(python: str, monitor: str, folder: Path) -> Recording:
     return Recording(folder)
 
 
-def same_cell(one: str, other: str) -> bool:
+def same_cell(one: str, other: str, relative: float = RELATIVE) -> bool:
     """Equal text, or numbers that agree."""
     if one == other:
         return True
@@ -84,10 +85,12 @@ def same_cell(one: str, other: str) -> bool:
         a, b = float(one), float(other)
     except ValueError:
         return False
-    return (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=RELATIVE, abs_tol=LAST_DIGIT)
+    return (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=relative, abs_tol=LAST_DIGIT)
 
 
-def differences(one: dict[tuple[int, str], Table], other: dict[tuple[int, str], Table]) -> list[str]:
+def differences(
+    one: dict[tuple[int, str], Table], other: dict[tuple[int, str], Table], relative: float = RELATIVE
+) -> list[str]:
     """Every file, row or cell in which two outputs differ, in words."""
     found = [f"rank {rank}: {name} is in one only" for rank, name in sorted(set(one) ^ set(other))]
     for key in sorted(set(one) & set(other)):
@@ -95,6 +98,6 @@ def differences(one: dict[tuple[int, str], Table], other: dict[tuple[int, str], 
         if len(one[key]) != len(other[key]):
             found.append(f"{place}: {len(one[key])} and {len(other[key])} lines")
         for mine, theirs in zip(one[key], other[key], strict=False):
-            if len(mine) != len(theirs) or not all(map(same_cell, mine, theirs)):
+            if len(mine) != len(theirs) or not all(map(same_cell, mine, theirs, itertools.repeat(relative))):
                 found.append(f"{place}: {mine} and {theirs}")
     return found

@@ -131,6 +131,72 @@ def network() -> None:
 
 
 @scenario()
+def directions() -> None:
+    train_little({"mg_direction": True}, steps=4)
+
+
+@scenario()
+def directions_of_a_network() -> None:
+    train(seeded(), batch(), {"mg_direction": True, "ops": ["mean", "norm", "zeros"]}, steps=4)
+
+
+class Mixture(nn.Module):
+    """Causal attention of one head, and a router."""
+
+    class Core(nn.Module):
+        def forward(self, query: Any, key: Any, value: Any, is_causal: bool = True) -> Any:
+            query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+            attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+            return attended.permute(2, 0, 1, 3).flatten(2)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(6, 24)
+        self.core = self.Core()
+        self.router = nn.Linear(8, 4, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        query, key, value = (t[:, :, None] for t in self.qkv(inputs).chunk(3, -1))
+        return self.router(self.core(query, key, value))  # type: ignore[no-any-return]  # a tensor
+
+
+def train_mixture(targets: dict[str, list[str]], samples: int = 1) -> None:
+    torch.manual_seed(3)
+    model = Mixture()
+    config = {"recording_l2_features": True, "l2_targets": targets, "sa_order": "s,b,h,d"}
+    train(model, [torch.randn(9, samples, 6)], config)
+
+
+@scenario()
+def high_order_features() -> None:
+    train_mixture({
+        "attention_hook": ["0:core"],
+        "moe_router_weight_hook": ["0:router"],
+        "moe_router_logit_hook": ["0:router"],
+    })  # fmt: skip
+
+
+@scenario()
+def high_order_features_of_no_module() -> None:
+    train_mixture({"attention_hook": [], "moe_router_weight_hook": [], "moe_router_logit_hook": []})
+
+
+@scenario()
+def attention_of_two_samples() -> None:
+    train_mixture({"attention_hook": ["0:core"]}, samples=2)
+
+
+@scenario()
+def spectral_norms() -> None:
+    train_mixture({"linear_hook": ["0:qkv"]})
+
+
+@scenario()
+def spectral_norms_of_all() -> None:
+    train_mixture({"linear_hook": []})
+
+
+@scenario()
 def accumulation() -> None:
     train_little(GRADIENTS, micro_batches=2)
 

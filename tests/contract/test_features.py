@@ -13,6 +13,8 @@ from msmon.backends.base import UnsupportedTensorError
 from msmon.backends.pytorch import features
 from msmon.backends.pytorch.attention import attention_inputs
 from msmon.backends.pytorch.features import SpectralNorms, Visibility
+from msmon.backends.pytorch.histogram import Histogram
+from msmon.backends.pytorch.taps.updates import adam_update, direction
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 EXACT = {torch.float64: 1e-12}
@@ -384,3 +386,31 @@ def test_nothing_is_left_behind() -> None:
     ]
     assert not any(result.requires_grad for result in results)
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_nothing_waits_for_a_device() -> None:
+    """No operator whose result the host must know before it goes on."""
+    calls: set[str] = set()
+
+    class Names(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.add(function._schema.name.removeprefix("aten::"))
+            return function(*args, **(kwargs or {}))
+
+    query, weight, mask = normal(2, 6, 2, 8), normal(20, 30), torch.ones(6, 6, dtype=torch.bool).tril()
+    state = {"exp_avg": weight, "exp_avg_sq": weight.square(), "step": torch.tensor(3.0)}
+    histogram = Histogram()
+    histogram.counts(weight)  # makes the edges, once
+    with Names():
+        features.attention(query, query, "b,s,h,d", Visibility(causal=True, masks=(mask,)), scores_limit=50)
+        norms = SpectralNorms()
+        for _ in range(2):
+            norms.linear("w", weight)
+        features.router_weight_similarity(weight)
+        features.router_logit_entropy(weight)
+        direction(weight, weight)
+        adam_update(state, {"betas": (0.9, 0.99), "eps": 1e-8})
+        histogram.counts(weight)
+    waiting = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "bincount", "_linalg_svd", "_linalg_eigh"}
+    assert not calls & waiting
+    assert {"scatter_add_", "bucketize", "mv", "_log_softmax"} <= {name.split(".")[0] for name in calls}

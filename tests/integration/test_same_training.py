@@ -19,7 +19,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "gradients": {"wg_distribution": True},
     "micro-batches": {"wg_distribution": True, "monitor_mbs_grad": True},
     "optimizer state": {"mv_distribution": True},
+    "directions": {"mg_direction": True},
+    "updates": {"ur_distribution": True},
+    "high-order features": {
+        "recording_l2_features": True,
+        "l2_targets": {"attention_hook": ["*self_attn"], "linear_hook": []},
+    },
     "everything": {
+        "mg_direction": True,
+        "ur_distribution": True,
         "param_distribution": True,
         "wg_distribution": True,
         "mv_distribution": True,

@@ -138,11 +138,11 @@ def test_direction_rows(room: Room, key: str) -> None:
     assert len(set(expected.values())) > 3
 
 
-def test_no_first_moment(room: Room, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_first_moment(room: Room, capfd: pytest.CaptureFixture[str]) -> None:
     """Plain SGD: said once, and no row after the first step."""
     room.train(lambda parameters: torch.optim.SGD(parameters, lr=0.01), {"mg_direction": True})
     assert {step for _, step in room.rows("other")} == {0}
-    assert capsys.readouterr().err.count("SGD keeps no first moment") == 1
+    assert capfd.readouterr().err.count("SGD keeps no first moment") == 1
 
 
 # Updates
@@ -238,11 +238,11 @@ def test_parameters_without_a_gradient(room: Room) -> None:
     assert [step for name, step in room.rows("update") if name == "0.weight"] == [0, 1, 2]
 
 
-def test_other_optimizers(room: Room, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_optimizers(room: Room, capfd: pytest.CaptureFixture[str]) -> None:
     """RAdam keeps the state of Adam and does something else with it."""
     room.train(lambda parameters: torch.optim.RAdam(parameters, lr=0.01), {"ur_distribution": True})
     assert room.rows("update") == {}
-    assert capsys.readouterr().err.count("RAdam is no Adam") == 1
+    assert capfd.readouterr().err.count("RAdam is no Adam") == 1
 
 
 # Histograms
@@ -302,10 +302,10 @@ def test_event_files(room: Room) -> None:
     assert not list(room.directory.glob("*histogram*"))
 
 
-def test_without_tensorboard(room: Room, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_tensorboard(room: Room, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """The statistics are there all the same, and what to install is said once."""
     monkeypatch.setattr(tensorboard.importlib.util, "find_spec", lambda name: None)
     room.train(ADAMS["Adam"], {"ur_distribution": True})
     assert len(room.rows("update")) == 3 * 4
     assert not list(room.directory.glob("events*"))
-    assert capsys.readouterr().err.count("msmon[tensorboard]") == 1
+    assert capfd.readouterr().err.count("msmon[tensorboard]") == 1

@@ -257,10 +257,7 @@ def test_columns() -> None:
 
 
 NOT_YET = [
-    ({"mg_direction": True}, "mg_direction", "directions of gradients"),
-    ({"ur_distribution": True}, "ur_distribution", "updates of the optimizer"),
     ({"cc_distribution": {"enable": True}}, "cc_distribution.enable", "communication"),
-    ({"recording_l2_features": True}, "recording_l2_features", "high-order features"),
     ({"alert": {"rules": [NAN_RULE]}}, "alert.rules", "alerts"),
     ({"alert": {"dump": True}}, "alert.dump", "alerts"),
     ({"format": "tensorboard"}, "format", "tensorboard"),
@@ -309,6 +306,11 @@ GUIDE_ACCEPTED: list[dict[str, Any]] = [
     {"targets": {}, "xy_distribution": True, "forward_only": False, "all_xy": True, "ops": ["norm"]},
     {"targets": {}, "format": "csv", "stack_info": True},
     {"print_struct": True},
+    {
+        "l2_targets": {"linear_hook": ["0:0.self_attention.linear_qkv"]},
+        "recording_l2_features": True,
+        "sa_order": "b,s,h,d",
+    },
 ]
 GUIDE_WHOLE = {
     "targets": {
@@ -345,9 +347,8 @@ GUIDE_WHOLE = {
     "squash_name": False,
 }
 GUIDE_NOT_YET: list[tuple[dict[str, Any], list[str]]] = [
-    ({"l2_targets": {"linear_hook": ["0:0.self_attention.linear_qkv"]}, "recording_l2_features": True, "sa_order": "b,s,h,d"}, ["recording_l2_features"]),
     ({"alert": {"rules": [NAN_RULE, TURBULENCE], "dump": True}}, ["alert.rules", "alert.dump"]),
-    (GUIDE_WHOLE, ["ur_distribution", "cc_distribution.enable", "alert.rules"]),
+    (GUIDE_WHOLE, ["cc_distribution.enable", "alert.rules"]),
 ]  # fmt: skip
 
 
@@ -359,7 +360,7 @@ def test_guide_examples_that_work(document: dict[str, Any]) -> None:
         assert key in config.model_fields_set
 
 
-@pytest.mark.parametrize(("document", "paths"), GUIDE_NOT_YET, ids=["l2", "alert", "whole"])
+@pytest.mark.parametrize(("document", "paths"), GUIDE_NOT_YET, ids=["alert", "whole"])
 def test_guide_examples_that_do_not_work_yet(document: dict[str, Any], paths: list[str]) -> None:
     """Those that need a feature of a later version are refused for that, and for nothing else."""
     found = problems(document)
@@ -370,7 +371,6 @@ def test_guide_examples_that_do_not_work_yet(document: dict[str, Any], paths: li
 def test_whole_guide_example_without_later_features() -> None:
     """The guide's full example is accepted once the parts that are not there yet are at their default."""
     changed = {
-        "ur_distribution": False,
         "cc_distribution": {"enable": False, "cc_codeline": []},
         "alert": {"rules": [], "dump": False},
     }
