@@ -141,17 +141,28 @@ class MonitorConfig(_Frozen):
         "in rows told apart by the column `micro_step`.",
     )
     mg_direction: StrictBool = Field(
-        default=False, description="Share of elements whose gradient and first moment agree in sign."
+        default=False,
+        description="Share of elements whose gradient and first moment agree in sign; 1 at the first step (`other`).",
     )
-    ur_distribution: StrictBool = Field(default=False, description="Adam's update and its ratio to the weight.")
+    ur_distribution: StrictBool = Field(
+        default=False,
+        description="Adam's update (`update`) and its ratio to the weight (`update_ratio`); with the extra "
+        "`msmon[tensorboard]` also their histograms.",
+    )
     cc_distribution: CommunicationConfig = Field(CommunicationConfig(), description="Communication operators.")
     stack_info: StrictBool = Field(default=False, description="Call stack of every module at the first monitored step.")
     recording_l2_features: StrictBool = Field(
-        default=False, description="High-order features of the modules in `l2_targets`."
+        default=False, description="High-order features of the modules in `l2_targets`; see statistics.md."
     )
-    l2_targets: L2Targets = Field(L2Targets(), description="Modules by kind of feature.")
+    l2_targets: L2Targets = Field(
+        L2Targets(),
+        description="Names or glob patterns of modules by kind of feature: `attention_hook`, `linear_hook`, "
+        "`moe_router_weight_hook`, `moe_router_logit_hook`. Empty or no list: none; but `[]` for `linear_hook` is every "
+        "module with a matrix.",
+    )
     sa_order: Literal["s,b,h,d", "b,s,h,d"] = Field(
-        "s,b,h,d", description="Order of the dimensions of an attention's inputs."
+        "s,b,h,d",
+        description="Dimensions of an attention's query and key: sequence, batch, heads, size of a head.",
     )
     print_struct: StrictBool = Field(
         default=False, description="Write the structure of the model after the first step, then stop the run."
