@@ -210,7 +210,7 @@ class Session:
         """
         for watch in [watch for watch in self.watches if not watch.alive]:
             watch.emit = lambda *table: self._late.append(table)
-            watch.cut_short()
+            watch.cut_short(normally=True)
             watch.detach()
             self.watches.remove(watch)
 
