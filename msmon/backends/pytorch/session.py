@@ -361,7 +361,8 @@ class Session:
         """Training has begun: see who we are, and make sure that the end of the process loses nothing."""
         self.place = current_place()
         log.set_rank(*self.place)
-        if self.config.module_ranks and self.place.rank not in self.config.module_ranks:
+        chosen = self.config.module_ranks
+        if chosen and self.place.rank not in chosen and not self.config.print_struct:  # which stops every rank
             self._leave()
             return
         self._termination = Termination(self.finish)

@@ -72,4 +72,5 @@ class Reduction:
 
     @staticmethod
     def _leave_out(row: Row, reason: object) -> None:
-        log.say(f"{row.name} has no {row.kind}: {reason}", once=f"unsupported:{row.kind}:{row.name}")
+        which = reason if row.micro_step is not None else row.name  # a model has many activations, one line says it
+        log.say(f"{row.name} has no {row.kind}: {reason}", once=f"unsupported:{row.kind}:{which}")
