@@ -8,13 +8,16 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from integration.conftest import integration_runner
 from integration.module_hooks import SCENARIOS, TARGETS
 
 from msmon.offline.reader import RecordedRow, read_kind, run_directories
+
+if TYPE_CHECKING:
+    from conftest import Runner
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("module_hooks.py")
@@ -336,3 +339,86 @@ print(float(model.fc.weight.grad.norm()) > 0)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
+INJECTED = """
+    import torch
+    from torch import nn
+    from torch._dynamo.testing import CompileCounter
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.out = nn.Linear(8, 8), nn.Linear(8, 3)
+        def forward(self, x):
+            return self.out(self.fc(x).relu())
+
+    class Third(Net):
+        pass
+
+    torch.manual_seed(1)
+    first, second, third = Net(), nn.Sequential(nn.Linear(8, 3)), Third()
+    counter = CompileCounter()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second, third)]
+    compiled = torch.compile(first, backend=counter)
+    second[0] = torch.compile(second[0], backend=counter)
+    third.compile(backend=counter)
+    for step in range(3):
+        x = torch.randn(6, 8)
+        for model, optimizer in zip((compiled, second, third), optimizers):
+            optimizer.zero_grad()
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+    print(counter.frame_count, counter.op_count, first.fc.weight.sum().item(), third.fc.weight.sum().item())
+"""
+
+
+def test_compiled_under_run(runner: Runner) -> None:
+    """Compiled after the optimizer was made: the same graphs as bare, and rows from the first step on."""
+    script = runner.write(INJECTED)
+    bare = runner.bare(script)
+    done = runner.monitored(script, config={"xy_distribution": True, "all_xy": True})
+    assert (done.returncode, done.stdout) == (0, bare.stdout), done.stderr
+    second = {"Sequential.0.input", "Sequential.0.output", "Sequential.input", "Sequential.output"}
+    for step in range(3):
+        assert {row.name for row in done.rows("actv") if row.step == step} == {"Net.input", "Net.output", *second}
+        names = {row.name for row in done.rows("actv_grad") if row.step == step}
+        assert names == {"Net.output", "Sequential.0.output", "Sequential.output"}
+    assert done.stderr.count("Net is compiled: of what it computes inside") == 1
+    assert done.stderr.count("Sequential.0 is compiled: ") == 1
+    assert done.stderr.count("Third was compiled in place: its activations cannot be seen") == 1
+
+
+RANKS = """
+    import os, sys, torch, torch.distributed as dist
+    from torch import nn
+    distributed = "RANK" in os.environ
+    if distributed:
+        dist.init_process_group("gloo")
+    rank = dist.get_rank() if distributed else int(sys.argv[1])
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    wrapped = nn.parallel.DistributedDataParallel(model) if distributed else model
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    for micro in range(2):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * rank + micro))
+        with (wrapped.no_sync() if distributed and micro == 0 else torch.enable_grad()):
+            wrapped(x).pow(2).mean().backward()
+    optimizer.step()
+"""
+
+
+def test_ranks(runner: Runner) -> None:
+    """Under DDP the rows of each rank are those of one process that sees the same batches, under the same names."""
+    script = runner.write(RANKS)
+    config = {"xy_distribution": True, "all_xy": True, "ops": ["norm", "mean"]}
+    together = runner.monitored(script, ranks=2, config=config)
+    assert together.returncode == 0, together.stderr
+    for rank in range(2):
+        alone = integration_runner(runner.folder / f"alone{rank}")
+        alone.folder.mkdir()
+        done = alone.monitored(script, str(rank), config=config)
+        for kind in ("actv", "actv_grad"):
+            rows = together.rows(kind, rank)
+            assert rows
+            assert rows == done.rows(kind)

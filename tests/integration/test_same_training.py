@@ -19,7 +19,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "gradients": {"wg_distribution": True},
     "micro-batches": {"wg_distribution": True, "monitor_mbs_grad": True},
     "optimizer state": {"mv_distribution": True},
+    "activations": {"xy_distribution": True, "all_xy": True},
     "everything": {
+        "xy_distribution": True,
+        "all_xy": True,
         "param_distribution": True,
         "wg_distribution": True,
         "mv_distribution": True,

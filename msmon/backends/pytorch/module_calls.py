@@ -87,7 +87,7 @@ class Call:
         handled: Identity of the exception that was being handled when it began, by which it knows one of its own.
         edges: Where the gradients of its inputs go: position of the tensor.
         bases: Where those of the bases of inputs go that are views.
-        nodes: Of each output with a node: something that lives as long as that.
+        nodes: Of each output with a node: the hook on that, which lives as long.
         begin: Nodes made by the forward have sequence numbers from here on.
     """
 
@@ -155,6 +155,26 @@ class _Hooked:
                 held[key] = hook
             else:
                 held.pop(key, None)
+
+
+class _Written:
+    """True once a view has been written to: its node is gone, and it was there when that went.
+
+    Args:
+        tensor: The view.
+        hook: A hook on its node.
+    """
+
+    def __init__(self, tensor: Tensor, hook: object) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._hook = weakref.ref(hook, self._gone)
+        self._written = False
+
+    def _gone(self, _hook: object) -> None:
+        self._written = self._tensor() is not None
+
+    def __bool__(self) -> bool:
+        return self._written
 
 
 class _Thread(threading.local):
@@ -330,7 +350,7 @@ class ModuleCalls:
         """Whether a forward that begins outside of any other is one of training; makes sure that all modules are known."""
         if self._arrived is not None:
             self._arrived()
-        if not self._trains():
+        if not (self._listening() and self._trains()):
             return False
         if not self._looked:
             self._guard.run(self._look)
@@ -430,16 +450,24 @@ class ModuleCalls:
         """Where the gradient of an output comes to when it is a view that somebody writes to."""
         for position, tensor in enumerate(outputs):
             view = ViewOfBase.of(tensor)
-            if view is not None and position in call.nodes:
+            hook = call.nodes[position]() if position in call.nodes else None
+            if view is not None and hook is not None:
                 node, number = view.edge(tensor)
                 if node._sequence_nr() >= call.begin and not _accumulates(node):  # noqa: SLF001 - as above
-                    node.register_prehook(functools.partial(self._base_gradient, call, position, number, view))
+                    written = _Written(tensor, hook)
+                    node.register_prehook(functools.partial(self._base_gradient, call, position, number, view, written))
 
     def _base_gradient(
-        self, call: Call, position: int, number: int, view: ViewOfBase, gradients: Sequence[Tensor | None]
+        self,
+        call: Call,
+        position: int,
+        number: int,
+        view: ViewOfBase,
+        written: _Written,
+        gradients: Sequence[Tensor | None],
     ) -> None:
         gradient = gradients[number]
-        if gradient is not None and call.nodes[position]() is None and self._in_backward():  # its own node is gone
+        if written and gradient is not None and self._in_backward():
             self._tell(call, OUTPUT, position, self._guard.run(view.cut, gradient))
 
     def _output_gradients(
