@@ -24,8 +24,8 @@ counts = {"modules": 0, "optimizers": 0}
 
 def note_modules(cls: type) -> None:
     """Note every instance of ``torch.nn.Module`` from now on."""
-    _after(cls, "__init__", _note_module)
-    _after(cls, "__setstate__", _note_module)
+    _after(cls, "__init__", note_module)
+    _after(cls, "__setstate__", note_module)
 
 
 def note_optimizers(cls: type) -> None:
@@ -56,7 +56,8 @@ def _after(cls: type, name: str, note: Callable[[Any], None]) -> None:
     setattr(cls, name, construct)
 
 
-def _note_module(module: Any) -> None:  # noqa: ANN401 - torch is not imported here
+def note_module(module: Any) -> None:  # noqa: ANN401 - torch is not imported here
+    """Note a module, once."""
     key = id(module)
     if key in modules and modules[key]() is module:
         return

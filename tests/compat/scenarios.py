@@ -715,12 +715,88 @@ for _name, _config in {
     "whole-number-for-eps": {"eps": 1},
     "whole-number-text": {"ndigits": "6"},
     "output-that-goes-on": {"append_output": ["Jan01_00-00-00", "Dec31_23-59-59"]},
-    "activations": {"xy_distribution": True},
     "alerts": {"alert": {"rules": [{"rule_name": "AnomalyNan"}], "dump": True}},
     "directions": {"mg_direction": True},
 }.items():
     SCENARIOS[f"config-{_name}"] = lambda config=_config: train_little({**GRADIENTS, **config}, steps=1)
     RANKS[f"config-{_name}"] = 1
+
+
+# Activations
+
+
+class Residual(nn.Module):
+    """No module writes to its input or runs twice, and the input needs a gradient, so that every row has values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Linear(3, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+        self.norm = nn.LayerNorm(4)
+        self.end = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.start(x)
+        x = self.blocks[1](self.blocks[0](x))
+        return self.end(self.norm(x))
+
+
+def train_activations(model: nn.Module, config: dict[str, Any], steps: int = 3, micro_batches: int = 2) -> None:
+    """Inputs that need a gradient; in evaluation between the steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch(model, optimizer, {"xy_distribution": True, **config}, grad_acc_steps=micro_batches)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for number in range(micro_batches):
+            inputs = ((number + 1) * INPUTS).requires_grad_()
+            found = model(inputs)
+            found = found[0] if isinstance(found, tuple) else found
+            (found.pow(2).mean() / micro_batches).backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            model(INPUTS)
+        model.train()
+
+
+class Several(nn.Module):
+    """Takes keyword arguments, returns tuples; a module runs twice, one writes to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.split = Halves()
+        self.relu = nn.ReLU(inplace=True)
+        self.end = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        left, right = self.split(x, more={"scale": x.exp()})
+        return self.end(self.relu(left * 1)), self.end(right)
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor, more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.fc(x + more["scale"])
+        return y[:, :2], y[:, 2:]
+
+
+for _name, _config in {
+    "activations": {"all_xy": True},
+    "activations-forward": {"all_xy": True, "forward_only": True},
+    "activations-backward": {"all_xy": True, "backward_only": True},
+    "activations-targets": {
+        "targets": {"start": {"input": "tensor", "output": "tensor"}, "blocks.1": {"output_grad": "tensor"}}
+    },
+    "activations-several-steps": {"all_xy": True, "step_count_per_record": 2, "start_step": 1},
+}.items():
+    SCENARIOS[_name] = lambda config=_config: train_activations(Residual(), config)
+    RANKS[_name] = 1
+SCENARIOS["activations-structures"] = lambda: train_activations(Several(), {"all_xy": True}, micro_batches=1)
+SCENARIOS["activations-no-gradient"] = lambda: train_little({"xy_distribution": True, "all_xy": True})
+RANKS["activations-structures"] = RANKS["activations-no-gradient"] = 1
 
 
 @scenario()

@@ -43,6 +43,13 @@ DIFFERENT = {
     "odd-names": "D29",
     "formula-name": "D29",
     "two-models": "D30",
+    "activations": "D60",
+    "activations-forward": "D60",
+    "activations-backward": "D60",
+    "activations-several-steps": "D60",
+    "activations-no-gradient": "D61",
+    "activations-targets": "D62",
+    "activations-structures": "D63",
     "config-unknown-key": "D40",
     "config-unknown-op": "D41",
     "config-text-for-a-switch": "D42",
@@ -51,7 +58,6 @@ DIFFERENT = {
     "config-unknown-format": "D42",
     "config-whole-number-for-eps": "D43",
     "no-times": "D44",
-    "config-activations": "D46",
     "config-alerts": "D46",
     "no-main-grad": "D50",
     "argument-no-number": "D51",
@@ -73,7 +79,6 @@ REFUSED = {
     "config-negative-start": "start_step",
     "config-zero-interval": "step_interval",
     "config-unknown-format": "format",
-    "config-activations": "xy_distribution",
     "config-alerts": "alert.rules",
     "argument-no-number": "start_iteration",
 }
@@ -339,3 +344,62 @@ def test_spectral_norms(original: Recording, ours: Recording, scenario: str) -> 
             assert 0.5 * float(mine[name]) < float(norm) < 1.001 * float(mine[name])
             frobenius = float(norm) * float(ranks[name])
             assert float(mine[name]) * float(own_ranks[name]) == pytest.approx(frobenius, rel=1e-5)
+
+
+Rows = dict[tuple[str, ...], list[str]]
+
+
+def by_name(recording: Recording, scenario: str, kind: str) -> Rows:
+    """Chunk, name, step and micro-step of each activation → its cells."""
+    found = {}
+    for (_, file), (_, *rows) in recording.tables(scenario).items():
+        if file.rpartition("_")[0] == kind:
+            found.update({tuple(row[:4]): row[4:] for row in rows})
+    return found
+
+
+def same_rows(one: Rows, other: Rows) -> bool:
+    return one.keys() == other.keys() and all(
+        same_cell(a, b) for key in one for a, b in zip(one[key], other[key], strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "scenario", ["activations", "activations-forward", "activations-backward", "activations-several-steps"]
+)
+def test_activations(original: Recording, ours: Recording, scenario: str) -> None:
+    """D60: every row of an activation and of its gradient is there with every value; their order differs."""
+    assert original.files(scenario) == ours.files(scenario)
+    for kind in ("actv", "actv_grad"):
+        rows = by_name(original, scenario, kind)
+        assert rows or scenario in {"activations-forward", "activations-backward"}
+        assert same_rows(rows, by_name(ours, scenario, kind))
+
+
+def test_activations_without_gradient(original: Recording, ours: Recording) -> None:
+    """D61: of a tensor without a gradient there is no row, instead of one that is `nan` all through."""
+    theirs, mine = (by_name(recording, "activations-no-gradient", "actv_grad") for recording in (original, ours))
+    empty = {key for key, cells in theirs.items() if set(cells) == {"nan"}}
+    assert {name for _, name, _, _ in empty} == {"fc.input", ".input"}
+    assert same_rows({key: cells for key, cells in theirs.items() if key not in empty}, mine)
+
+
+def test_activations_of_targets(original: Recording, ours: Recording) -> None:
+    """D62: of a target only the sides that its entry names are recorded."""
+    for kind, names in (("actv", {"start.input", "start.output"}), ("actv_grad", {"blocks.1.output"})):
+        theirs, mine = (by_name(recording, "activations-targets", kind) for recording in (original, ours))
+        assert {key[1] for key in theirs} > names
+        assert same_rows({key: cells for key, cells in theirs.items() if key[1] in names}, mine)
+
+
+def test_structures(original: Recording, ours: Recording) -> None:
+    """D63, D64, D65: keyword arguments and what containers hold; calls told apart; inputs before they are written to."""
+    theirs, mine = (by_name(recording, "activations-structures", "actv") for recording in (original, ours))
+    assert ("0", "split.input_1", "0", "0") in mine
+    assert all(not name.startswith("split.input_") for _, name, _, _ in theirs)
+    before, after = (("0", f"relu.{side}", "0", "0") for side in ("input", "output"))
+    assert theirs[before] == theirs[after]
+    assert mine[before][0] != mine[after][0]
+    first, second = (("0", f"end{call}.output", "0", "0") for call in ("", "@1"))
+    assert first in mine
+    assert all(map(same_cell, theirs[first], mine[second]))

@@ -19,6 +19,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gradients": {"wg_distribution": True},
     "micro-batches": {"wg_distribution": True, "monitor_mbs_grad": True},
     "optimizer state": {"mv_distribution": True},
+    "activations": {"xy_distribution": True, "all_xy": True},
     "directions": {"mg_direction": True},
     "updates": {"ur_distribution": True},
     "high-order features": {
@@ -28,6 +29,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "everything": {
         "mg_direction": True,
         "ur_distribution": True,
+        "xy_distribution": True,
+        "all_xy": True,
         "param_distribution": True,
         "wg_distribution": True,
         "mv_distribution": True,

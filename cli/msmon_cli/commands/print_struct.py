@@ -12,6 +12,9 @@ import typer
 
 from msmon_cli import console
 
+STDERR = 2
+"""The file of that number, whatever ``sys.stderr`` is now."""
+
 
 def print_struct(
     command: Annotated[
@@ -30,7 +33,8 @@ def print_struct(
 ) -> None:
     """Run a training command to the end of its first step, and show how its model is built.
 
-    Names, classes, shapes and dtypes of inputs, outputs and their gradients: what `targets` can name.
+    Names, classes, shapes and dtypes of inputs, outputs and their gradients: what `targets` can name. What the command
+    itself prints goes to stderr.
 
     For example:
 
@@ -66,7 +70,7 @@ def _run(command: list[str]) -> Path:
     for note in [*notes, *launch.warnings_about(command)]:
         console.show_warning(note)
     begin = time.time_ns()
-    done = subprocess.run(command, executable=executable, env=environment, check=False)
+    done = subprocess.run(command, executable=executable, env=environment, stdout=STDERR, check=False)
     folder = Path(env.output_root()) / "module_struct"
     found = [path for path in folder.glob("rank*/module_struct.json") if path.stat().st_mtime_ns >= begin - 10**9]
     if done.returncode != 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from msmon.backends.pytorch import dynamo
 from msmon.backends.pytorch.module_hook import without_hooks
+from msmon.bootstrap import discovery
 from msmon.runtime.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -48,6 +50,19 @@ class Listener(Protocol):
     def scaler_steps(self, optimizer: Optimizer, scale: torch.Tensor | None) -> Callable[[], None]:
         """``GradScaler.step(optimizer)`` begins with this loss scale; what is returned is called when it has returned."""
 
+
+class ModuleListener(Protocol):
+    """Hears what happens to modules. Its methods must not raise."""
+
+    def mode_changed(self, module: Module) -> None:
+        """``module.train()`` or ``module.eval()`` was called."""
+
+    def modules_wrapped(self) -> None:
+        """``torch.compile`` has put a wrapper around a module."""
+
+
+on_modules: weakref.WeakSet[ModuleListener] = weakref.WeakSet()
+"""Who hears it, whoever else listens."""
 
 _listeners: list[Listener] = []
 _ledger = Ledger()
@@ -112,6 +127,8 @@ def _install() -> None:
     _ledger.patch(torch.autograd, "backward", _wrap_backward)
     _ledger.patch(torch.utils.checkpoint.CheckpointFunction, "apply", _wrap_checkpoint)
     _ledger.patch(torch.jit._recursive, "get_hook_stubs", _wrap_script_hooks)  # noqa: SLF001 - torch has no public place
+    _ledger.patch(torch.cuda, "make_graphed_callables", _wrap_graphing)
+    _ledger.patch(torch.nn.Module, "train", _wrap_train)
     _ledger.patch(torch.optim.Optimizer, "zero_grad", _wrap_zero_grad)
     _ledger.patch(torch.nn.Module, "zero_grad", _wrap_zero_grad)
     for scaler in _scaler_classes():
@@ -158,6 +175,10 @@ def _wrap_compile(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile(*args: Any, **kwargs: Any) -> Any:  # noqa: A001, ANN401 - stands in for torch.compile
         result = original(*args, **kwargs)
         dynamo.keep_out()
+        if isinstance(result, torch.nn.Module):
+            discovery.note_module(result)
+            for listener in list(on_modules):
+                listener.modules_wrapped()
         return result
 
     return compile
@@ -169,6 +190,27 @@ def _wrap_script_hooks(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(module)
 
     return get_hook_stubs
+
+
+def _wrap_graphing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def make_graphed_callables(callables: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passes on whatever torch takes and returns
+        given = callables if isinstance(callables, tuple) else (callables,)
+        modules = [part for module in given if isinstance(module, torch.nn.Module) for part in module.modules()]
+        with without_hooks(*modules):  # it refuses modules that have any
+            return original(callables, *args, **kwargs)
+
+    return make_graphed_callables
+
+
+def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
+    def train(self: Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passes on whatever torch takes and returns
+        result = original(self, *args, **kwargs)
+        if not _is_compiling():
+            for listener in list(on_modules):
+                listener.mode_changed(self)
+        return result
+
+    return train
 
 
 def _wrap_zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,17 +6,22 @@ sums the gradients of a tensor with several consumers, and so the bits. Instead 
 - the gradient of an *output* comes to the node that made the output;
 - the gradient that a module sends to an *input* leaves through nodes of the module whose next edge is that of the input.
   They are found after the forward, walking from the outputs back to the input, and never past where the forward began.
+
+A view (what a linear layer makes of three dimensions, say) that is written to later gets another node, and its own drops
+out of the graph: what the node of its base sends or gets stands in for it then, cut to the view.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.fx._symbolic_trace
 
 from msmon import log
 from msmon.backends.pytorch import events
@@ -24,6 +29,7 @@ from msmon.backends.pytorch.devices import capturing
 from msmon.backends.pytorch.module_hook import ModuleHook
 from msmon.backends.pytorch.naming import unwrap, walk_modules
 from msmon.backends.pytorch.structure import elements, parts, tensors_of
+from msmon.backends.pytorch.views import ViewOfBase
 from msmon.runtime.guard import Guard
 from msmon.runtime.ledger import Ledger
 
@@ -51,6 +57,8 @@ class WatchedModule:
         names: All forms of its name that a target may have.
         stage: Index of its model chunk.
         calls: Forwards so far in the micro-batch ``micro_step``.
+        epoch: Backward passes that the model had seen at its last forward.
+        calls_before: Of ``calls`` those before the last of these.
         without_graph: Forwards inside reentrant checkpointing, whose graph is made when they are computed again.
     """
 
@@ -60,6 +68,8 @@ class WatchedModule:
     stage: int
     micro_step: int = -1
     calls: int = 0
+    epoch: int = 0
+    calls_before: int = 0
     without_graph: list[Call] = field(default_factory=list)
 
 
@@ -73,7 +83,11 @@ class Call:
         number: Forwards of this module before it in this micro-batch.
         again: Whether it computes again what a checkpoint has thrown away: only its graph is of interest.
         elements: Of each side, for each of its tensors, the position of the argument or item that holds it.
+        ignored: Whether it only marks that a module under way was called in a way that is not looked at.
+        handled: Identity of the exception that was being handled when it began, by which it knows one of its own.
         edges: Where the gradients of its inputs go: position of the tensor.
+        bases: Where those of the bases of inputs go that are views.
+        nodes: Of each output with a node: the hook on that, which lives as long.
         begin: Nodes made by the forward have sequence numbers from here on.
     """
 
@@ -81,8 +95,12 @@ class Call:
     micro_step: int
     number: int
     again: bool = False
+    ignored: bool = False
+    handled: int = 0
     elements: dict[str, list[int]] = field(default_factory=dict)
     edges: dict[Edge, int] = field(default_factory=dict)
+    bases: dict[Edge, tuple[int, ViewOfBase]] = field(default_factory=dict)
+    nodes: dict[int, weakref.ref[Any]] = field(default_factory=dict)
     begin: int = 0
 
 
@@ -95,11 +113,68 @@ class Observer(Protocol):
     def ends(self, call: Call, output: Any, tensors: Sequence[Tensor]) -> None:  # noqa: ANN401 - whatever a module returns
         """A forward has returned, with these tensors in its output."""
 
+    def fails(self, call: Call) -> None:
+        """An exception has left a forward."""
+
     def wants(self, call: Call, side: str) -> bool:
         """Whether gradients of this side (:data:`INPUT`, :data:`OUTPUT`) shall be looked for."""
 
     def gradient(self, call: Call, side: str, position: int, gradient: Tensor, micro_step: int) -> None:
         """A backward pass, of this micro-batch, has brought the gradient of one of the tensors of a side."""
+
+
+@dataclass
+class _Hooked:
+    """A module with hooks.
+
+    Attributes:
+        reference: The module.
+        ledger: The hooks, none on a scripted module.
+        hooks: Each with its dictionary and its key there, so that it goes back to where it was: torch.compile, which
+            looks at both, then knows what it has compiled.
+    """
+
+    reference: weakref.ref[Module]
+    ledger: Ledger = field(default_factory=Ledger)
+    hooks: list[tuple[dict[int, Any], int, ModuleHook]] = field(default_factory=list)
+
+    def put(self, module: Module, before: ModuleHook, after: ModuleHook) -> None:
+        """Put hooks on."""
+        handle = module.register_forward_pre_hook(before, with_kwargs=True)
+        self.ledger.keep(handle)
+        self.hooks.append((module._forward_pre_hooks, handle.id, before))  # noqa: SLF001 - torch has no public name for it
+        handle = module.register_forward_hook(after, with_kwargs=True, always_call=True)
+        self.ledger.keep(handle)
+        self.hooks.append((module._forward_hooks, handle.id, after))  # noqa: SLF001 - as above
+        self.follow(training=module.training)
+
+    def follow(self, *, training: bool) -> None:
+        """Take the hooks out for an evaluation, or put them back."""
+        for held, key, hook in self.hooks:
+            if training:
+                held[key] = hook
+            else:
+                held.pop(key, None)
+
+
+class _Written:
+    """True once a view has been written to: its node is gone, and it was there when that went.
+
+    Args:
+        tensor: The view.
+        hook: A hook on its node.
+    """
+
+    def __init__(self, tensor: Tensor, hook: object) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._hook = weakref.ref(hook, self._gone)
+        self._written = False
+
+    def _gone(self, _hook: object) -> None:
+        self._written = self._tensor() is not None
+
+    def __bool__(self) -> bool:
+        return self._written
 
 
 class _Thread(threading.local):
@@ -113,37 +188,67 @@ class _Thread(threading.local):
 class ModuleCalls:
     """The hooks on the modules of one root.
 
+    Only modules in training have them: torch computes evaluations of some modules in another way when they have hooks.
+
     Args:
-        root: The model; its modules are hooked at once, those it gains later by :meth:`hook`.
+        root: The model; its modules are hooked at once, those it gains later when a step begins.
         arrived: Called when a forward in training begins while nobody observes yet: may call :meth:`observe`.
     """
 
     def __init__(self, root: Module, arrived: Callable[[], None] | None = None) -> None:
         self.root = weakref.ref(root)
         self._arrived = arrived
-        self._ledger = Ledger()
-        self._hooked: weakref.WeakValueDictionary[int, Module] = weakref.WeakValueDictionary()
+        self._hooked: dict[int, _Hooked] = {}
+        self._looked = False
+        self._epoch = 0
+        self._changed: Callable[[], None] = self.hook
         self._modules: dict[int, WatchedModule] = {}
         self._observers: list[tuple[Observer, Guard]] = []
         self._listening: Callable[[], bool] = lambda: self._arrived is not None
         self._micro_step: Callable[[], int] = lambda: 0
         self._pass_reached: Callable[[], int] = lambda: 0
+        self._trains: Callable[[], bool] = lambda: True
         self._thread = _Thread()
         self._partial: dict[tuple[int, int], tuple[Call, int, Tensor | None, int]] = {}
         self._guard = Guard("looking at modules")
         self.hook()
+        events.on_modules.add(self)
 
     def hook(self) -> None:
         """Put hooks on every module of the root that has none yet. Scripted modules take none."""
         root = self.root()
         found = walk_modules(root, wrappers=True) if root is not None else ()
         for module, _, _ in found:
-            if self._hooked.get(id(module)) is module or isinstance(module, torch.jit.ScriptModule):
-                continue
-            self._hooked[id(module)] = module
-            before, after = ModuleHook(module, self._begins), ModuleHook(module, self._ends)
-            self._ledger.keep(module.register_forward_pre_hook(before, with_kwargs=True))
-            self._ledger.keep(module.register_forward_hook(after, with_kwargs=True))
+            key = id(module)
+            if key not in self._hooked:
+                reference = weakref.ref(module, functools.partial(self._drop, key))
+                self._hooked[key] = hooked = _Hooked(reference)
+                if not isinstance(module, torch.jit.ScriptModule):
+                    hooked.put(module, ModuleHook(module, self._begins), ModuleHook(module, self._ends))
+
+    def _drop(self, key: int, reference: weakref.ref[Module]) -> None:
+        if key in self._hooked and self._hooked[key].reference is reference:
+            del self._hooked[key]
+
+    def mode_changed(self, module: Module) -> None:
+        """A module was switched to training or to evaluation."""
+        hooked = self._hooked.get(id(module))
+        if hooked is not None:
+            hooked.follow(training=module.training)
+
+    def modules_wrapped(self) -> None:
+        """Somebody has wrapped a module, of this root perhaps."""
+        self._changed()
+
+    def _look(self) -> None:
+        """Once a step: has any module a new child?"""
+        self._looked = True
+        for hooked in list(self._hooked.values()):
+            module = hooked.reference()
+            children = module.__dict__["_modules"].values() if module is not None else ()
+            if any(child is not None and id(child) not in self._hooked for child in children):
+                self._changed()
+                return
 
     def observe(
         self,
@@ -153,6 +258,8 @@ class ModuleCalls:
         listening: Callable[[], bool],
         micro_step: Callable[[], int],
         pass_reached: Callable[[], int],
+        trains: Callable[[], bool],
+        changed: Callable[[], None],
     ) -> None:
         """Tell these observers of the calls of these modules from now on.
 
@@ -162,6 +269,8 @@ class ModuleCalls:
             listening: Whether the step under way is collected: the only thing asked in a step that is not.
             micro_step: The micro-batch that a forward belongs to.
             pass_reached: Told when a backward pass comes to this model; returns its micro-batch.
+            trains: Whether any parameter of the model needs a gradient now.
+            changed: Called when the root has other modules than before.
         """
         self._arrived = None
         known = {id(module): old for old in self._modules.values() if (module := old.reference()) is not None}
@@ -172,10 +281,13 @@ class ModuleCalls:
         }
         self._observers = list(observers)
         self._listening, self._micro_step, self._pass_reached = listening, micro_step, pass_reached
+        self._trains, self._changed = trains, changed
 
     def undo(self) -> None:
         """Take every hook out."""
-        self._ledger.undo()
+        events.on_modules.discard(self)
+        for hooked in self._hooked.values():
+            hooked.ledger.undo()
         self._arrived = None
         self._hooked.clear()
         self._modules.clear()
@@ -188,10 +300,22 @@ class ModuleCalls:
 
     def step_is_over(self) -> None:
         """The next forward is the first of its step; what an exception left under way is forgotten."""
+        self._looked = False
         self._thread.calls.clear()
         self._thread.regions.clear()
         for watched in self._modules.values():
             watched.micro_step = -1
+            watched.without_graph.clear()
+
+    def pass_begins(self) -> None:
+        """A backward pass has come to the model."""
+        self._epoch += 1
+
+    def passes_discarded(self) -> None:
+        """Backward passes were thrown away: forwards since the last of them are the first of the step."""
+        for watched in self._modules.values():
+            since = watched.calls - watched.calls_before if watched.epoch == self._epoch else 0
+            watched.micro_step, watched.calls, watched.calls_before = 0, since, 0
             watched.without_graph.clear()
 
     # A forward
@@ -202,9 +326,10 @@ class ModuleCalls:
         under_way = self._thread.calls
         again = torch._C._current_graph_task_id() != -1  # noqa: SLF001 - autograd has no public name for it
         if not module.training or not (again or under_way or _in_training()) or _transformed():
+            self._ignore(module, under_way)
             return
-        if self._arrived is not None:
-            self._arrived()
+        if not (again or under_way) and not self._outermost_counts():
+            return
         watched = self._modules.get(id(module))
         if watched is None or watched.reference() is not module:
             return
@@ -217,8 +342,27 @@ class ModuleCalls:
             call.again = True
         else:
             return  # the graph of the first forward is still the one that counts
+        call.handled = id(sys.exc_info()[1])
         under_way.append(call)
         self._guard.run(self._see_inputs, call, args, kwargs)
+
+    def _outermost_counts(self) -> bool:
+        """Whether a forward that begins outside of any other is one of training; makes sure that all modules are known."""
+        if self._arrived is not None:
+            self._arrived()
+        if not (self._listening() and self._trains()):
+            return False
+        if not self._looked:
+            self._guard.run(self._look)
+        return True
+
+    @staticmethod
+    def _ignore(module: Module, under_way: list[Call]) -> None:
+        """Mark a call that is not looked at where its end could be taken for that of a call under way."""
+        for call in under_way:
+            if call.module.reference() is module:
+                under_way.append(Call(call.module, 0, 0, ignored=True, handled=id(sys.exc_info()[1])))
+                return
 
     def _see_inputs(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found = tensors_of(elements(args, kwargs))
@@ -229,6 +373,9 @@ class ModuleCalls:
                 edge = _edge(tensor)
                 if edge is not None:
                     call.edges.setdefault(edge, position)
+                view = ViewOfBase.of(tensor)
+                if view is not None:
+                    call.bases.setdefault(view.edge(tensor), (position, view))
             call.begin = torch._C._autograd._get_sequence_nr()  # noqa: SLF001 - as above
         if not call.again:
             for observer, guard in self._observers:
@@ -237,7 +384,9 @@ class ModuleCalls:
     def _number(self, watched: WatchedModule) -> Call:
         micro_step = self._micro_step()
         if micro_step != watched.micro_step:
-            watched.micro_step, watched.calls = micro_step, 0
+            watched.micro_step, watched.calls, watched.calls_before = micro_step, 0, 0
+        if watched.epoch != self._epoch:
+            watched.epoch, watched.calls_before = self._epoch, watched.calls
         watched.calls += 1
         return Call(watched, micro_step, watched.calls - 1)
 
@@ -247,9 +396,15 @@ class ModuleCalls:
         if not under_way or not any(call.module.reference() is module for call in under_way):
             return
         while (call := under_way.pop()).module.reference() is not module:
-            pass  # left by an exception that the model has caught
-        self._guard.run(self._see_outputs, call, output)
-        call.edges = {}  # they hold nodes, and so the graph
+            pass  # left by something that is no Exception
+        if not call.ignored:
+            error = sys.exc_info()[1]
+            if error is None or id(error) == call.handled:
+                self._guard.run(self._see_outputs, call, output)
+            else:  # torch calls this from its handler
+                for observer, guard in self._observers:
+                    guard.run(observer.fails, call)
+        call.edges, call.bases = {}, {}  # they hold nodes, and so the graph
         if not under_way:
             self._thread.regions.clear()
 
@@ -273,6 +428,8 @@ class ModuleCalls:
             return
         wanted = {side for side in (INPUT, OUTPUT) if any(o.wants(call, side) for o, _ in self._observers)}
         self._hook_outputs(call, made, count=len(self._thread.calls) == 0 or call.again, wanted=OUTPUT in wanted)
+        if OUTPUT in wanted:
+            self._hook_bases(call, outputs)
         if INPUT in wanted:
             self._hook_inputs(call, [edge for _, edge in made])
 
@@ -284,7 +441,34 @@ class ModuleCalls:
             by_node.setdefault(node, []).append((position, number))
         for node, places in by_node.items():
             if not _accumulates(node):
-                node.register_prehook(functools.partial(self._output_gradients, call, places, wanted))
+                hook = functools.partial(self._output_gradients, call, places, wanted)
+                node.register_prehook(hook)
+                for position, _ in places:
+                    call.nodes[position] = weakref.ref(hook)
+
+    def _hook_bases(self, call: Call, outputs: Sequence[Tensor]) -> None:
+        """Where the gradient of an output comes to when it is a view that somebody writes to."""
+        for position, tensor in enumerate(outputs):
+            view = ViewOfBase.of(tensor)
+            hook = call.nodes[position]() if position in call.nodes else None
+            if view is not None and hook is not None:
+                node, number = view.edge(tensor)
+                if node._sequence_nr() >= call.begin and not _accumulates(node):  # noqa: SLF001 - as above
+                    written = _Written(tensor, hook)
+                    node.register_prehook(functools.partial(self._base_gradient, call, position, number, view, written))
+
+    def _base_gradient(  # noqa: PLR0917 - bound by functools.partial
+        self,
+        call: Call,
+        position: int,
+        number: int,
+        view: ViewOfBase,
+        written: _Written,
+        gradients: Sequence[Tensor | None],
+    ) -> None:
+        gradient = gradients[number]
+        if written and gradient is not None and self._in_backward():
+            self._tell(call, OUTPUT, position, self._guard.run(view.cut, gradient))
 
     def _output_gradients(
         self,
@@ -306,13 +490,16 @@ class ModuleCalls:
         for edge in made:
             if edge not in call.edges:
                 self._thread.regions.setdefault(edge[0], exits)
-        leaving: dict[int, list[tuple[Node, int]]] = {}
+        leaving: dict[int, list[tuple[Node, int, ViewOfBase | None]]] = {}
         for node, slot, edge in exits:
             if edge in call.edges:
-                leaving.setdefault(call.edges[edge], []).append((node, slot))
+                leaving.setdefault(call.edges[edge], []).append((node, slot, None))
+            elif edge in call.bases:  # the module writes to an input that is a view
+                position, view = call.bases[edge]
+                leaving.setdefault(position, []).append((node, slot, view))
         for position, places in leaving.items():
-            for node, slot in places:
-                node.register_hook(functools.partial(self._input_gradient, call, position, slot, len(places)))
+            for node, slot, part in places:
+                node.register_hook(functools.partial(self._input_gradient, call, position, (slot, part), len(places)))
         for node, number in made:  # an input handed through: what comes to the output goes to the input
             position = call.edges.get((node, number), -1)
             if position >= 0 and position not in leaving and not _accumulates(node):
@@ -345,14 +532,17 @@ class ModuleCalls:
         self,
         call: Call,
         position: int,
-        slot: int,
+        place: tuple[int, ViewOfBase | None],
         expected: int,
         leaving: Sequence[Tensor | None],
         _arriving: Sequence[Tensor | None],
     ) -> None:
         if not self._in_backward():
             return
+        slot, view = place
         gradient = leaving[slot] if slot < len(leaving) else None
+        if gradient is not None and view is not None:
+            gradient = self._guard.run(view.cut, gradient)
         if expected == 1:
             self._tell(call, INPUT, position, gradient)
             return
@@ -394,12 +584,22 @@ def _in_training() -> bool:
 
 
 def _transformed() -> bool:
-    """Whether tensors are not what they seem: functorch's transforms, tracing, CUDA graphs."""
+    """Whether tensors are not what they seem: functorch's transforms, tracing of all kinds, CUDA graphs."""
     return (
-        torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001 - torch has no public name for it
+        getattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", False)  # noqa: SLF001 - is_fx_tracing() logs a warning
+        or _modes_of_tracing()
+        or torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001 - as above
         or torch._C._get_tracing_state() is not None  # noqa: SLF001 - as above
         or capturing()
     )
+
+
+def _modes_of_tracing() -> bool:
+    """Whether operations make fake tensors or are written down, as torch's own dispatch modes do."""
+    if not torch._C._len_torch_dispatch_stack():  # noqa: SLF001 - torch has no public name for it
+        return False
+    keys = torch._C._TorchDispatchModeKey  # noqa: SLF001 - as above
+    return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))  # noqa: SLF001 - as above
 
 
 def _wraps(outer: WatchedModule, inner: WatchedModule) -> bool:

@@ -31,11 +31,11 @@ class ModuleHook:
     Copied or pickled with its module it becomes inert, and a file with a whole module loads where msmon is not installed.
 
     Args:
-        module: The only module whose calls it passes on: replicas and shallow copies share its hooks.
+        module: The only module whose calls it passes on: replicas and shallow copies share its hooks. ``None``: no module.
         observe: What is called; must not raise.
     """
 
-    def __init__(self, module: Module, observe: Callable[..., None]) -> None:
+    def __init__(self, module: Module | None, observe: Callable[..., None]) -> None:
         self.owner = id(module)
         self.observe = observe
 
@@ -44,17 +44,25 @@ class ModuleHook:
         if not is_compiling() and id(module) == self.owner:
             self.observe(module, *call)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHook:
+        return ModuleHook(None, self.observe)  # not the pickled form, which nobody could tell from a hook of the user
+
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (contextlib.nullcontext(), "__exit__")  # takes anything, does nothing, is always there
 
 
+def is_ours(hook: object) -> bool:
+    """Whether a hook is one of these, or what is left of one in a module that was pickled."""
+    return isinstance(hook, ModuleHook) or getattr(hook, "__func__", None) is contextlib.nullcontext.__exit__
+
+
 @contextlib.contextmanager
-def without_hooks(module: Module) -> Iterator[None]:
-    """The module without msmon's hooks, for as long as this lasts."""
-    held = [module._forward_hooks, module._forward_pre_hooks]  # noqa: SLF001 - torch has no public name for it
+def without_hooks(*modules: Module) -> Iterator[None]:
+    """These modules without msmon's hooks, for as long as this lasts."""
+    held = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]  # noqa: SLF001 - torch has no public name for it
     before = [dict(hooks) for hooks in held]
     for hooks in held:
-        for key in [key for key, hook in hooks.items() if isinstance(hook, ModuleHook)]:
+        for key in [key for key, hook in hooks.items() if is_ours(hook)]:
             del hooks[key]
     try:
         yield

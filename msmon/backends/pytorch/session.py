@@ -138,6 +138,8 @@ class Session:
         self._unwritable = False
         self._stopping = False
         self._lock = threading.RLock()  # of the output, which threads share; a signal handler may come back in
+        self._stopped = False
+        self._summarized = False
         _sessions.add(self)
         events.subscribe(self)
 
@@ -326,12 +328,14 @@ class Session:
         """End the run, as the user asked: everything is written, and the process ends with exit code 0.
 
         Raises:
-            SystemExit: Always, on the main thread; it runs the script's own ``finally`` blocks.
+            SystemExit: The first time, on the main thread; it runs the script's own ``finally`` blocks.
         """
-        self.finish()
-        if threading.current_thread() is threading.main_thread():
+        if not self._stopped and threading.current_thread() is threading.main_thread():
+            self._stopped = True
+            self.finish()
             raise SystemExit(0)
-        for stream in (sys.stdout, sys.stderr):  # an exception would end this thread only
+        self.finish()  # an exception would end this thread only, or somebody has caught the first one
+        for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
         os._exit(0)
@@ -384,7 +388,8 @@ class Session:
         """Training has begun: see who we are, and make sure that the end of the process loses nothing."""
         self.place = current_place()
         log.set_rank(*self.place)
-        if self.config.module_ranks and self.place.rank not in self.config.module_ranks:
+        chosen = self.config.module_ranks
+        if chosen and self.place.rank not in chosen and not self.config.print_struct:  # which stops every rank
             self._leave()
             return
         self._termination = Termination(self.finish)
@@ -477,8 +482,9 @@ class Session:
         self.guard.run(self._summarize)
 
     def _summarize(self) -> None:
-        if self.place is None or self.place.rank != 0 or self.output is None:
+        if self.place is None or self.place.rank != 0 or self.output is None or self._summarized:
             return
+        self._summarized = True
         writer = self.output.writer
         lost = f", {writer.dropped} could not be written" if writer.dropped else ""
         cut = f", {self.steps_cut_short} more cut short" if self.steps_cut_short else ""
@@ -518,6 +524,7 @@ class Session:
         self._models.clear()
         self._late.clear()
         self.steps_seen = self.steps_collected = self.steps_cut_short = 0
+        self._summarized = False
         for watch in self.watches:
             watch.start_anew()
 

@@ -148,6 +148,7 @@ class Watch:
             listening=lambda: self.listening and not self._inside_step,
             micro_step=lambda: self._micro_batch(self._open_passes),
             pass_reached=self._pass_reached,
+            trains=lambda: any(watched.parameter.requires_grad for watched in self.inventory.by_id.values()),
         )
 
     # What is watched
@@ -293,6 +294,8 @@ class Watch:
             self._backward = current
             self.left_over = False
             self._open_passes += 1
+            if self.modules is not None:
+                self.modules.pass_begins()
         return self._micro_batch(self._open_passes - 1)
 
     def _micro_batch(self, passes: int) -> int:
@@ -410,7 +413,8 @@ class Watch:
     def reconfigure(self, config: MonitorConfig) -> None:
         """Compute other statistics from the next training step on, or at once when this one has no row yet."""
         self._next_config = config
-        if not len(self._recorder) and (self.gradients is None or self.gradients.idle):
+        idle = (self.gradients is None or self.gradients.idle) and (self.modules is None or self.modules.idle)
+        if idle and not len(self._recorder):
             self._follow_config()
             self._recorder = StepRecorder()
 
@@ -428,7 +432,7 @@ class Watch:
         self.modules = self._make_module_taps() if wants_modules(self.config) else None
         for reference, naming in zip(self.roots, self._namings, strict=True):
             root = reference()
-            if self.modules is not None and root is not None:
+            if self.modules is not None and root is not None and not self.gate.finished:
                 self.ledger.keep(self.modules.add_root(root, naming))
 
     def abandon(self) -> None:

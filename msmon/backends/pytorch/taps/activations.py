@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from msmon.backends.pytorch.module_calls import INPUT, OUTPUT
 from msmon.backends.pytorch.recorder import describe
@@ -47,6 +49,7 @@ class ActivationTap:
         self._selection = selection
         self._forward = forward
         self._backward = backward
+        self.seen = False
         self._pending: list[Pair] = []
         self._latest: list[Pair] = []
         self._unfinished: dict[int, list[Pair]] = {}
@@ -56,6 +59,7 @@ class ActivationTap:
     def begins(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
         """Read inputs before the module can write to them; they are recorded when the module returns."""
         del args, kwargs
+        self.seen = True
         pairs = self._pairs(call, INPUT, tensors)
         if pairs:
             self._unfinished[id(call)] = pairs
@@ -65,6 +69,10 @@ class ActivationTap:
         del output
         self._pending += self._unfinished.pop(id(call), [])
         self._pending += self._pairs(call, OUTPUT, tensors)
+
+    def fails(self, call: Call) -> None:
+        """The inputs of a module that has failed are worth seeing."""
+        self._pending += self._unfinished.pop(id(call), [])
 
     def wants(self, call: Call, side: str) -> bool:
         """Whether any gradient of this side is selected."""
@@ -87,7 +95,7 @@ class ActivationTap:
         return found
 
     def _read_one(self, row: Row, tensor: Tensor, found: list[Pair]) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), _unseen():
             numbers = self._numbers(row, tensor)
         if numbers is not None:
             found.append((row, numbers))
@@ -114,6 +122,7 @@ class ActivationTap:
     def forget(self) -> None:
         """Gradients were thrown away without a step: drop what was read up to the backward pass that made them."""
         del self._pending[: self._before_pass]
+        self._pending = [(row._replace(micro_step=0), numbers) for row, numbers in self._pending]
         self._before_pass = 0
 
     def forget_all(self) -> None:
@@ -124,11 +133,26 @@ class ActivationTap:
         self._read.clear()
         self._before_pass = 0
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing was read since the last step."""
+        return not self._pending and not self._unfinished
+
     def current(self) -> tuple[list[Pair], list[Pair]]:
         """Rows read since the last step, else those of that step: activations, and their gradients."""
         pairs = self._pending or self._latest
         forward = [pair for pair in pairs if pair[0].kind == FORWARD]
         return forward, [pair for pair in pairs if pair[0].kind == BACKWARD]
+
+
+def _unseen() -> contextlib.AbstractContextManager[object]:
+    """Hides what is computed here from dispatch modes.
+
+    One may count operations, or keep their results for a selective checkpoint and take ours for the user's.
+    """
+    if torch._C._len_torch_dispatch_stack():  # noqa: SLF001 - torch has no public name for it
+        return _disable_current_modes()
+    return contextlib.nullcontext()
 
 
 def _row(kind: str, call: Call, side: str, position: int, tensor: Tensor, micro_step: int) -> Row:  # noqa: PLR0917 - the parts of a row

@@ -100,6 +100,9 @@ class FeatureTap:
         if self._takes(call, ROUTER_LOGIT):
             self._add(call, ROUTER_LOGIT, lambda: features.router_logit_entropy(_logits(tensors)))
 
+    def fails(self, call: Call) -> None:
+        """Nothing."""
+
     def wants(self, call: Call, side: str) -> bool:
         """No gradients."""
         del call, side

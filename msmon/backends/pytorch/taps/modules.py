@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from msmon import log
 from msmon.backends.pytorch.module_calls import ModuleCalls, WatchedModule, say_compiled
-from msmon.backends.pytorch.naming import walk_modules, wrapped_attribute
+from msmon.backends.pytorch.naming import innermost, walk_modules, wrapped_attribute
 from msmon.backends.pytorch.taps.activations import ActivationTap
 from msmon.backends.pytorch.taps.features import FeatureTap
 from msmon.backends.pytorch.taps.stacks import StackTap
@@ -48,6 +48,7 @@ class ModuleTaps:
         listening: Whether the step under way is collected.
         micro_step: The micro-batch that a forward belongs to.
         pass_reached: Told when a backward pass comes to this model; returns its micro-batch.
+        trains: Whether any parameter of the model needs a gradient now.
     """
 
     def __init__(
@@ -58,8 +59,15 @@ class ModuleTaps:
         listening: Callable[[], bool],
         micro_step: Callable[[], int],
         pass_reached: Callable[[], int],
+        trains: Callable[[], bool],
     ) -> None:
-        self._told = {"listening": listening, "micro_step": micro_step, "pass_reached": pass_reached}
+        self._told: dict[str, Callable[[], Any]] = {
+            "listening": listening,
+            "micro_step": micro_step,
+            "pass_reached": pass_reached,
+            "trains": trains,
+            "changed": self.look_again,
+        }
         self._selection = ModuleSelection(
             {name: target.model_dump() for name, target in config.targets.items()},
             everything=config.all_xy or config.print_struct,
@@ -86,7 +94,10 @@ class ModuleTaps:
             naming: How its rows are named.
             calls: Hooks that are on it already.
         """
-        calls = calls or ModuleCalls(root)
+        if calls is None:
+            calls = ModuleCalls(root)
+        else:
+            calls.hook()
         self._roots.append((calls, naming))
         self._take(calls, root, naming)
         return calls
@@ -106,7 +117,7 @@ class ModuleTaps:
         self._modules = [watched for watched in self._modules if watched.reference() is not None]
         known = {id(watched.reference()) for watched in self._modules}
         self._modules += [watched for watched in found if id(watched.reference()) not in known]
-        calls.observe(self._modules, self._observers, **self._told)  # type: ignore[arg-type]  # three callables
+        calls.observe(self._modules, self._observers, **self._told)
 
     def _selects(self, watched: WatchedModule) -> bool:
         if self.features is not None and self.features.selects(watched):
@@ -132,8 +143,15 @@ class ModuleTaps:
         for calls, _ in self._roots:
             calls.backward_ends()
 
+    def pass_begins(self) -> None:
+        """A backward pass has come to this model."""
+        for calls, _ in self._roots:
+            calls.pass_begins()
+
     def gradients_discarded(self) -> None:
         """What backward passes have left so far belongs to no step."""
+        for calls, _ in self._roots:
+            calls.passes_discarded()
         if self.activations is not None:
             self.activations.forget()
         if self.features is not None:
@@ -145,6 +163,11 @@ class ModuleTaps:
             self.activations.forget_all()
         if self.features is not None:
             self.features.forget()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing was read since the last step."""
+        return self.activations is None or self.activations.idle
 
     def current(self) -> tuple[list[tuple[Row, Tensor]], list[tuple[Row, Tensor]]]:
         """Activations and their gradients, read since the last step."""
@@ -163,7 +186,7 @@ class ModuleTaps:
             if module is None:
                 continue
             if wrapped_attribute(module) == "_orig_mod":
-                say_compiled(watched.name or type(module).__name__)
+                say_compiled(watched.name or type(innermost(module)).__name__)
             elif getattr(module, "_compiled_call_impl", None) is not None:
                 name = watched.name or type(module).__name__
                 log.say(
@@ -171,6 +194,15 @@ class ModuleTaps:
                     "input and output can",
                     once=f"compiled:{name}",
                 )
+                return
+        if not self.activations.seen:
+            root = self._roots[0][0].root()
+            name = type(root).__name__
+            log.say(
+                f"no forward of {name} in training was seen: no activations are recorded of what runs inside a compiled "
+                "function, of scripted models, and of models in evaluation mode",
+                once=f"unseen:{name}",
+            )
 
     @property
     def names(self) -> list[str]:

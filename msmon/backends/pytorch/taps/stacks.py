@@ -43,6 +43,9 @@ class StackTap:
         if name not in self.found:
             self.found[name] = user_stack(sys._getframe())  # noqa: SLF001 - the public way formats every line at once
 
+    def fails(self, call: Call) -> None:
+        """Nothing."""
+
     def wants(self, call: Call, side: str) -> bool:
         """No gradients."""
         del call, side

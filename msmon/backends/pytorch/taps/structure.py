@@ -43,6 +43,9 @@ class StructureTap:
             self._described[id(call.module)][OUTPUT] = describe_output(output)
             self._gradients[id(call.module)][OUTPUT] = [None] * len(tensors)
 
+    def fails(self, call: Call) -> None:
+        """Nothing."""
+
     def wants(self, call: Call, side: str) -> bool:
         """Gradients of both sides, of the first call."""
         del side
