@@ -13,7 +13,6 @@ FEATURES = {
     "xy_distribution": "activations",
     "mg_direction": "directions of gradients",
     "ur_distribution": "updates of the optimizer",
-    "cc_distribution.enable": "communication",
     "stack_info": "call stacks",
     "recording_l2_features": "high-order features",
     "print_struct": "the structure of a model",

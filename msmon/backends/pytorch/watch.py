@@ -14,6 +14,7 @@ from msmon.backends.pytorch.devices import capturing
 from msmon.backends.pytorch.recorder import StepRecorder
 from msmon.backends.pytorch.roots import optimizer_parameters
 from msmon.backends.pytorch.taps import weights
+from msmon.backends.pytorch.taps.communication import CommunicationTap
 from msmon.backends.pytorch.taps.gradients import GradientTap
 from msmon.backends.pytorch.taps.optimizer_state import OptimizerStateTap
 from msmon.backends.pytorch.taps.reduction import Reduction
@@ -26,7 +27,7 @@ from msmon.runtime.guard import Guard
 from msmon.runtime.ledger import Ledger
 from msmon.stats.definitions import Statistic
 
-TapT = TypeVar("TapT", WeightTap, GradientTap, OptimizerStateTap)
+TapT = TypeVar("TapT", WeightTap, GradientTap, OptimizerStateTap, CommunicationTap)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -114,7 +115,9 @@ class Watch:
         self.weights = WeightTap(self._reduction) if config.param_distribution else None
         self.state = OptimizerStateTap(self._reduction, adapter) if config.mv_distribution else None
         self.gradients = self._make_gradient_tap() if config.wg_distribution else None
+        self.communication: CommunicationTap | None = None  # the process has one; its session lends it to one watch
         self.guards = {tap.part: Guard(tap.part) for tap in (self.weights, self.state, self.gradients) if tap}
+        self.guards[CommunicationTap.part] = Guard(CommunicationTap.part)
 
     def _make_gradient_tap(self) -> GradientTap:
         return GradientTap(
@@ -285,6 +288,7 @@ class Watch:
     def close_round(self, *, complete: bool = True) -> None:
         """The training step is over: hand its table on and go to the next."""
         if self.collecting:
+            self._tap(self.communication, lambda tap: tap.move(self._recorder))
             micro_steps = self._settled_passes if self.gradients is not None else None  # gradient hooks count them
             table = self._recorder.finish(self.label, self.rounds.step, micro_steps, complete=complete)
             self.gate.count()
@@ -301,14 +305,16 @@ class Watch:
     def reconfigure(self, config: MonitorConfig) -> None:
         """Compute other statistics from the next training step on, or at once when this one has no row yet."""
         self._next_config = config
-        if not len(self._recorder) and (self.gradients is None or self.gradients.idle):
+        taps = self.gradients, self.communication
+        if not len(self._recorder) and all(tap is None or tap.idle for tap in taps):
             self._follow_config()
 
     def _follow_config(self) -> None:
         if self.config is not self._next_config and self.gradients is not None:
             self.gradients.forget()  # computed under the old one
         self.config = self._next_config
-        self._reduction.change([Statistic(op) for op in self.config.statistics], self.config.eps)
+        for reduction in (self._reduction, self.communication.reduction if self.communication else self._reduction):
+            reduction.change([Statistic(op) for op in self.config.statistics], self.config.eps)
         self._recorder = StepRecorder(self._reduction.width)
 
     def abandon(self) -> None:
@@ -324,7 +330,7 @@ class Watch:
         if not self.collecting:
             return
         self._tap(self.gradients, lambda tap: tap.move_unreduced(self._recorder))
-        if len(self._recorder):
+        if len(self._recorder) or (self.communication is not None and not self.communication.idle):
             self._settle()
             self.close_round(complete=False)
 
@@ -340,6 +346,8 @@ class Watch:
         self.report = {}
         if self.gradients is not None:
             self.gradients.forget()
+        if self.communication is not None:
+            self.communication.forget()
 
     def _weights_of(self, entry: _OptimizerInUse) -> list[WatchedParameter]:
         """The weights read at a step: those of its optimizer, and with the first of a round those of no optimizer."""
