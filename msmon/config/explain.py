@@ -16,6 +16,7 @@ def explain(config: MonitorConfig) -> list[str]:
         "weights: param_origin, param_updated": config.param_distribution,
         "weight gradients: grad_unreduced, grad_reduced": config.wg_distribution,
         "optimizer state: exp_avg, exp_avg_sq, …": config.mv_distribution,
+        "communication: cc": config.cc_distribution.enable,
     }
     lines = [kind for kind, wanted in kinds.items() if wanted] or ["nothing: no kind of data is switched on"]
     lines.append(f"columns: {', '.join(config.columns)}")

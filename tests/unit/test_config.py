@@ -137,6 +137,8 @@ def test_frozen() -> None:
         ({"cc_distribution": {"enabel": True}}, "cc_distribution.enabel", "unknown key", "did you mean `enable`?"),
         ({"cc_distribution": {"enable": 2}}, "cc_distribution.enable", "must be true or false", "without quotes"),
         ({"cc_distribution": {"cc_codeline": "a"}}, "cc_distribution.cc_codeline", "must be a list", "write […]"),
+        ({"cc_distribution": {"cc_codeline": ["a["]}}, "cc_distribution.cc_codeline[0]", "must be a regular expression", ""),
+        ({"cc_distribution": {"cc_codeline": [1]}}, "cc_distribution.cc_codeline[0]", "must be text", ""),
         ({"alert": []}, "alert", "must be an object", "write {…}"),  # P78
         ({"alert": {"rules": {}}}, "alert.rules", "must be a list", "write […]"),
         ({"alert": {"rules": [{}]}}, "alert.rules[0].rule_name", "a required key is missing", "add `alert.rules[0]."),
@@ -260,7 +262,6 @@ NOT_YET = [
     ({"xy_distribution": True}, "xy_distribution", "activations"),
     ({"mg_direction": True}, "mg_direction", "directions of gradients"),
     ({"ur_distribution": True}, "ur_distribution", "updates of the optimizer"),
-    ({"cc_distribution": {"enable": True}}, "cc_distribution.enable", "communication"),
     ({"stack_info": True}, "stack_info", "call stacks"),
     ({"recording_l2_features": True}, "recording_l2_features", "high-order features"),
     ({"print_struct": True}, "print_struct", "structure"),
@@ -351,7 +352,7 @@ GUIDE_NOT_YET: list[tuple[dict[str, Any], list[str]]] = [
     ({"print_struct": True}, ["print_struct"]),
     ({"l2_targets": {"linear_hook": ["0:0.self_attention.linear_qkv"]}, "recording_l2_features": True, "sa_order": "b,s,h,d"}, ["recording_l2_features"]),
     ({"alert": {"rules": [NAN_RULE, TURBULENCE], "dump": True}}, ["alert.rules", "alert.dump"]),
-    (GUIDE_WHOLE, ["xy_distribution", "ur_distribution", "cc_distribution.enable", "alert.rules"]),
+    (GUIDE_WHOLE, ["xy_distribution", "ur_distribution", "alert.rules"]),
 ]  # fmt: skip
 
 

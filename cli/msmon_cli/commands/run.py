@@ -190,7 +190,12 @@ def run(  # noqa: PLR0917 - Typer calls it by name
     environment, notes = launch.prepare_environment(
         checked, command, output=output, source=str(config or ""), grad_acc_steps=grad_acc_steps
     )
-    if not (checked.param_distribution or checked.wg_distribution or checked.mv_distribution):
+    if not (
+        checked.param_distribution
+        or checked.wg_distribution
+        or checked.mv_distribution
+        or checked.cc_distribution.enable
+    ):
         notes.append("no kind of data is switched on, so nothing will be recorded; add --gradients, for instance")
     for note in [*notes, *launch.warnings_about(command)]:
         console.show_warning(note)

@@ -1,0 +1,146 @@
+"""What torch.distributed sends and receives, in every form, over two gloo ranks."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from integration.conftest import HERE, integration_runner
+
+from msmon.stats.definitions import Statistic
+
+if TYPE_CHECKING:
+    from conftest import Finished, Runner
+
+pytestmark = pytest.mark.slow
+SIX = ["min", "max", "norm", "mean", "zeros", "nans"]
+SCENARIOS = [
+    node.name
+    for node in ast.parse((HERE / "communicating.py").read_text()).body
+    if isinstance(node, ast.FunctionDef) and node.decorator_list
+]
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    runner = integration_runner(tmp_path_factory.mktemp("bare"))
+    finished = runner.bare(HERE / "communicating.py", ranks=2)
+    assert finished.returncode == 0, finished.stderr
+    return [json.loads((runner.folder / f"truth.json{rank}").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, list[dict[str, Any]]]:
+    runner = integration_runner(tmp_path_factory.mktemp("communication"))
+    config = {"cc_distribution": {"enable": True, "cc_pre_hook": True}, "ops": SIX, "ndigits": 16}
+    finished = runner.monitored(HERE / "communicating.py", ranks=2, config=config)
+    assert finished.returncode == 0, finished.stderr
+    assert "switched off" not in finished.stderr
+    assert "not recorded" not in finished.stderr
+    return finished, [json.loads((runner.folder / f"truth.json{rank}").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_rows_of_each_rank(ranks: tuple[Finished, list[dict[str, Any]]], scenario: str) -> None:
+    """Inputs as they were sent, outputs as they were received, in the order of the calls, and nothing else."""
+    finished, truths = ranks
+    for rank, truth in enumerate(truths):
+        step, expected = truth[scenario]["step"], truth[scenario]["rows"]
+        recorded = [row for row in finished.rows("cc", rank) if row.step == step]
+        assert expected
+        assert [row.name for row in recorded] == [name for name, _ in expected]
+        assert all(row.micro_step is None and row.stage == 0 for row in recorded)
+        for row, (name, values) in zip(recorded, expected, strict=True):
+            for statistic, value in zip(Statistic, values, strict=True):
+                assert math.isclose(row[statistic.value], value, rel_tol=1e-6, abs_tol=1e-6), (name, statistic, rank)
+
+
+def test_what_the_script_gets_is_unchanged(
+    ranks: tuple[Finished, list[dict[str, Any]]], bare: list[dict[str, Any]]
+) -> None:
+    """Types of handles and what waiting returns are those without msmon."""
+    _, truths = ranks
+    told = [{name: entry["told"] for name, entry in truth.items() if entry["told"]} for truth in truths]
+    assert told == [{name: entry["told"] for name, entry in truth.items() if entry["told"]} for truth in bare]
+    assert {"asynchronous", "point_to_point"} <= told[0].keys()
+
+
+def test_every_step_has_a_file_of_its_own(ranks: tuple[Finished, list[dict[str, Any]]]) -> None:
+    """Header and rows have the same columns, which the original's file has not."""
+    finished, truths = ranks
+    (directory,) = finished.directories(0)
+    files = sorted(directory.glob("cc_*.csv"))
+    assert {file.name for file in files} == {f"cc_{step}-{step}.csv" for step in range(len(truths[0]))}
+    lines = files[0].read_text().splitlines()
+    assert lines[0] == "vpp_stage,name,step,min,max,norm,mean,zeros,nans,shape,dtype"
+    assert lines[1].startswith("0,all_reduce_0.input,0,")
+    assert lines[1].endswith(",[4],torch.float32")
+
+
+LOOP = """
+    import sys, torch
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def sum_of(tensor):
+        dist.all_reduce(tensor)
+        return tensor
+    for step in range(4):
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sum_of(torch.ones(2))          # line 14
+        sum_of(torch.ones(3))          # line 15
+    print("trained", step)
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+def shapes(finished: Finished, rank: int = 0) -> list[tuple[str, int, str]]:
+    return [(row.name, row.step, str(row.values["shape"])) for row in finished.rows("cc", rank)]
+
+
+def test_only_named_lines(runner: Runner) -> None:
+    """cc_codeline: a frame anywhere in the stack is enough; numbers in names count every call."""
+    script = runner.write(LOOP)
+    pick = {"enable": True, "cc_codeline": [r"train\.py\[16\]", r"nowhere\.py"]}
+    done = runner.monitored(script, ranks=2, config={"cc_distribution": pick, "collect_times": 2})
+    assert done.returncode == 0, done.stderr
+    assert shapes(done) == [("all_reduce_1.output", 1, "[3]")]
+    in_backward = {"enable": True, "cc_codeline": [r"train\.py\[12\]"]}
+    done = runner.monitored(script, ranks=2, config={"cc_distribution": in_backward, "collect_times": 1})
+    assert done.returncode == 0, done.stderr
+    assert [row for row in shapes(done, 1) if row[2] == "[3]"] == [("all_reduce_0.output", 0, "[3]")]
+
+
+def test_only_collected_steps(runner: Runner) -> None:
+    """Steps that are not collected have no rows, and calls are numbered anew in each step."""
+    config = {"cc_distribution": {"enable": True}, "start_step": 1, "step_interval": 2, "collect_times": 1}
+    done = runner.monitored(runner.write(LOOP), ranks=2, config=config)
+    assert done.returncode == 0, done.stderr
+    names = [(name, step) for name, step, _ in shapes(done) if name.startswith("all_reduce")]
+    assert names == [(f"all_reduce_{number}.output", 1) for number in range(3)]
+
+
+def test_log_only(runner: Runner) -> None:
+    """cc_log_only says where calls come from, and the run ends well before its second optimizer step."""
+    done = runner.monitored(
+        runner.write(LOOP), ranks=2, config={"cc_distribution": {"enable": True, "cc_log_only": True}}
+    )
+    assert done.returncode == 0, done.stderr
+    assert "trained" not in done.stdout
+    lines = [line for line in done.stderr.splitlines() if "all_reduce of" in line and "[rank 0]" in line]
+    own = [line for line in lines if "train.py[10]" in line]
+    assert len(own) == 2
+    for line, caller in zip(own, ("train.py[16]", "train.py[17]"), strict=False):
+        assert "all_reduce of torch.float32 in group default_pg (2 ranks), 1 call: " in line
+        del caller
+    assert any("train.py[12]" in line and "train.py[10]" not in line for line in lines)
+    assert not any("msmon/backends" in line for line in lines)
+    assert not done.rows("cc")
