@@ -37,6 +37,7 @@ class Ledger:
         """
         inherited = name not in vars(owner)
         original = getattr(owner, name)
+        stored = vars(owner).get(name)  # not always what getattr says: a class may keep a descriptor of its method
         wrapper = functools.wraps(original)(wrap(original))
         setattr(owner, name, wrapper)
 
@@ -45,7 +46,7 @@ class Ledger:
                 if inherited:
                     delattr(owner, name)
                 else:
-                    setattr(owner, name, original)
+                    setattr(owner, name, stored)
 
         self._undo.append(undo)
 
