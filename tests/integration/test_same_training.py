@@ -19,7 +19,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "gradients": {"wg_distribution": True},
     "micro-batches": {"wg_distribution": True, "monitor_mbs_grad": True},
     "optimizer state": {"mv_distribution": True},
+    "communication": {"cc_distribution": {"enable": True, "cc_pre_hook": True}, "wg_distribution": True},
     "everything": {
+        "cc_distribution": {"enable": True, "cc_pre_hook": True},
         "param_distribution": True,
         "wg_distribution": True,
         "mv_distribution": True,
