@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from msmon.config.schema import MonitorConfig
 
 FEATURES = {
-    "cc_distribution.enable": "communication",
     "alert.rules": "alerts",
     "alert.dump": "alerts",
 }

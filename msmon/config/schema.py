@@ -45,9 +45,20 @@ def _tensor_place(value: object) -> object:
     raise ValueError('must be "tensor" or "tuple[N]:i", such as "tuple[2]:0"')
 
 
+def _pattern(value: object) -> object:
+    if not isinstance(value, str):
+        raise ValueError("must be text")  # noqa: TRY004 - as above
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f'must be a regular expression such as "train.py\\[23\\]": {error}') from None
+    return value
+
+
 WholeNumber = Annotated[StrictInt, BeforeValidator(_integral)]
 Number = Annotated[float, BeforeValidator(_number)]
 TensorPlace = Annotated[str, BeforeValidator(_tensor_place)]
+Pattern = Annotated[str, BeforeValidator(_pattern)]
 
 
 class _Frozen(BaseModel):
@@ -67,7 +78,7 @@ class CommunicationConfig(_Frozen):
     """``cc_distribution``: statistics of what communication operators send and receive."""
 
     enable: StrictBool = False
-    cc_codeline: tuple[str, ...] = ()
+    cc_codeline: tuple[Pattern, ...] = ()
     cc_pre_hook: StrictBool = False
     cc_log_only: StrictBool = False
 
@@ -149,7 +160,10 @@ class MonitorConfig(_Frozen):
         description="Adam's update (`update`) and its ratio to the weight (`update_ratio`); with the extra "
         "`msmon[tensorboard]` also their histograms.",
     )
-    cc_distribution: CommunicationConfig = Field(CommunicationConfig(), description="Communication operators.")
+    cc_distribution: CommunicationConfig = Field(
+        CommunicationConfig(),
+        description="What this rank sends and receives through torch.distributed: see [output.md](output.md#communication).",
+    )
     stack_info: StrictBool = Field(default=False, description="Call stack of every module at the first monitored step.")
     recording_l2_features: StrictBool = Field(
         default=False, description="High-order features of the modules in `l2_targets`; see statistics.md."
@@ -237,6 +251,7 @@ class MonitorConfig(_Frozen):
             "directions of gradients: other": self.mg_direction,
             "updates of Adam: update, update_ratio": self.ur_distribution,
             "high-order features: attention_hook, linear_hook, …": self.recording_l2_features,
+            "communication: cc": self.cc_distribution.enable,
             "call stacks of modules: stack_info.csv": self.stack_info,
             "the structure of the model, then the run ends: module_struct.json": self.print_struct,
         }

@@ -80,6 +80,16 @@ DTYPES = [
     *(getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)),
 ]  # fmt: skip
 
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_memory_stays_its_owners(kernel: Any, dtype: torch.dtype) -> None:
+    """A tensor that was read can be resized, as FSDP does with parameters that it lets go."""
+    tensor = random_numbers(BIG, dtype=dtype)
+    kernel.reduce([tensor], SIX, 1e-8)
+    tensor.untyped_storage().resize_(0)
+    assert tensor.untyped_storage().nbytes() == 0
+
+
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda t: t,
     "transposed": lambda t: t.reshape(-1, 1).expand(-1, 2).contiguous().t(),

@@ -137,6 +137,8 @@ def test_frozen() -> None:
         ({"cc_distribution": {"enabel": True}}, "cc_distribution.enabel", "unknown key", "did you mean `enable`?"),
         ({"cc_distribution": {"enable": 2}}, "cc_distribution.enable", "must be true or false", "without quotes"),
         ({"cc_distribution": {"cc_codeline": "a"}}, "cc_distribution.cc_codeline", "must be a list", "write […]"),
+        ({"cc_distribution": {"cc_codeline": ["a["]}}, "cc_distribution.cc_codeline[0]", "must be a regular expression", ""),
+        ({"cc_distribution": {"cc_codeline": [1]}}, "cc_distribution.cc_codeline[0]", "must be text", ""),
         ({"alert": []}, "alert", "must be an object", "write {…}"),  # P78
         ({"alert": {"rules": {}}}, "alert.rules", "must be a list", "write […]"),
         ({"alert": {"rules": [{}]}}, "alert.rules[0].rule_name", "a required key is missing", "add `alert.rules[0]."),
@@ -257,7 +259,6 @@ def test_columns() -> None:
 
 
 NOT_YET = [
-    ({"cc_distribution": {"enable": True}}, "cc_distribution.enable", "communication"),
     ({"alert": {"rules": [NAN_RULE]}}, "alert.rules", "alerts"),
     ({"alert": {"dump": True}}, "alert.dump", "alerts"),
     ({"format": "tensorboard"}, "format", "tensorboard"),
@@ -348,7 +349,7 @@ GUIDE_WHOLE = {
 }
 GUIDE_NOT_YET: list[tuple[dict[str, Any], list[str]]] = [
     ({"alert": {"rules": [NAN_RULE, TURBULENCE], "dump": True}}, ["alert.rules", "alert.dump"]),
-    (GUIDE_WHOLE, ["cc_distribution.enable", "alert.rules"]),
+    (GUIDE_WHOLE, ["alert.rules"]),
 ]  # fmt: skip
 
 

@@ -16,6 +16,17 @@ class Base:
         return "base"
 
 
+class Descriptor:
+    """Answers a class with a function that takes the instance, and an instance with a bound one."""
+
+    def __get__(self, instance: object, owner: type) -> Callable[..., Any]:
+        return (lambda instance: "compiled") if instance is None else lambda: "compiled"
+
+
+class Compiled:
+    method = Descriptor()
+
+
 class Child(Base):
     pass
 
@@ -42,6 +53,16 @@ def test_patch_and_undo() -> None:
     assert len(ledger) == 0
     ledger.undo()
     assert vars(Base)["method"] is before
+
+
+def test_descriptors_are_put_back() -> None:
+    """What a class keeps is put back, not what it answers: some extension classes keep a method in a descriptor."""
+    ledger, before = Ledger(), vars(Compiled)["method"]
+    ledger.patch(Compiled, "method", around("a"))
+    assert Compiled().method() == "a(compiled)"
+    ledger.undo()
+    assert vars(Compiled)["method"] is before
+    assert Compiled().method() == "compiled"
 
 
 def test_undo_in_reverse() -> None:

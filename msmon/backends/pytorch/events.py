@@ -119,6 +119,11 @@ def current_backward() -> tuple[str, int]:
     return "task", torch._C._current_graph_task_id()  # noqa: SLF001 - autograd has no public name for it
 
 
+def waiting_for_backward() -> int | None:
+    """The thread that waits for the only backward pass under way."""
+    return next(iter(_passes), None) if len(_passes) == 1 else None
+
+
 def _install() -> None:
     dynamo.keep_out()
     _ledger.patch(torch, "compile", _wrap_compile)

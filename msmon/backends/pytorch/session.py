@@ -31,6 +31,8 @@ from msmon.backends.pytorch.kernels.choose import choose_kernel
 from msmon.backends.pytorch.place import current_place, shared_run_id
 from msmon.backends.pytorch.run_report import describe_model, run_report
 from msmon.backends.pytorch.taps import stacks
+from msmon.backends.pytorch.taps.communication import CommunicationTap
+from msmon.backends.pytorch.taps.reduction import Reduction
 from msmon.backends.pytorch.watch import Watch
 from msmon.backends.pytorch.watched import Naming
 from msmon.plan.selection import Selection
@@ -43,6 +45,7 @@ from msmon.sinks import tensorboard
 from msmon.sinks.base import SeveralSinks
 from msmon.sinks.csv import CsvSink
 from msmon.sinks.tensorboard import TensorBoardSink
+from msmon.stats.definitions import Statistic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -142,6 +145,21 @@ class Session:
         self._summarized = False
         _sessions.add(self)
         events.subscribe(self)
+        self.communication = self._make_communication_tap() if config.cc_distribution.enable else None
+
+    def _make_communication_tap(self) -> CommunicationTap:
+        """Communication belongs to the process; its rows go with the steps of the first model.
+
+        The tap is there before any model is watched, since the first step communicates before its backward pass.
+        """
+        reduction = Reduction(self._kernel, [Statistic(op) for op in self.config.statistics], self.config.eps)
+        tap = CommunicationTap(reduction, self.config.cc_distribution, self._collecting_communication)
+        tap.attach()
+        return tap
+
+    def _collecting_communication(self) -> bool:
+        collecting = self.watches[0].collecting if self.watches else self.config.start_step == 0
+        return collecting and not capturing()
 
     # What is watched
 
@@ -192,6 +210,7 @@ class Session:
         for owner in models or optimizers:
             weakref.finalize(owner, self._drop_dead).atexit = False
         self.watches.append(watch)
+        self.watches[0].communication = self.communication
         self._describe_run()
         return watch
 
@@ -215,6 +234,8 @@ class Session:
             watch.cut_short(normally=True)
             watch.detach()
             self.watches.remove(watch)
+        if self.watches:
+            self.watches[0].communication = self.communication
 
     # What happens (events.Listener)
 
@@ -261,6 +282,8 @@ class Session:
             return None
         if self.place is None:
             self._arrive()
+        if self.communication is not None and self.config.cc_distribution.cc_log_only and self.steps_seen:
+            self._show_calls_and_stop(self.communication)
         inner = watch.wrapped_by(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         self._stepping.append((optimizer, watch))
@@ -273,6 +296,13 @@ class Session:
         if "closure" in kwargs:
             return args, {**kwargs, "closure": observed}
         return (args[0], observed, *args[2:]), kwargs
+
+    def _show_calls_and_stop(self, tap: CommunicationTap) -> None:
+        """What ``cc_log_only`` asks for: one training step, then where its communication came from, and no more."""
+        for line in tap.log_lines():
+            log.say(line)
+        log.say("cc_log_only: the run stops before its second optimizer step")
+        self._stop()
 
     def _take_gradients(self, optimizer: Optimizer, watch: Watch) -> None:
         watch.take_gradients(optimizer, self._scales.pop(id(optimizer), None))
@@ -505,6 +535,8 @@ class Session:
         for watch in self.watches:
             watch.detach()
         self.watches.clear()
+        if self.communication is not None:
+            self.communication.detach()
         events.unsubscribe(self)
         if self._termination is not None:
             self._termination.undo()

@@ -15,6 +15,7 @@ from msmon.backends.pytorch.devices import capturing
 from msmon.backends.pytorch.recorder import StepRecorder, describe
 from msmon.backends.pytorch.roots import optimizer_parameters
 from msmon.backends.pytorch.taps import weights
+from msmon.backends.pytorch.taps.communication import CommunicationTap
 from msmon.backends.pytorch.taps.gradients import GradientTap
 from msmon.backends.pytorch.taps.modules import ModuleTaps, wants_modules
 from msmon.backends.pytorch.taps.optimizer_state import OptimizerStateTap
@@ -30,7 +31,7 @@ from msmon.runtime.ledger import Ledger
 from msmon.sinks import tensorboard
 from msmon.stats.definitions import Statistic
 
-TapT = TypeVar("TapT", WeightTap, GradientTap, OptimizerStateTap, DirectionTap, UpdateTap)
+TapT = TypeVar("TapT", WeightTap, GradientTap, OptimizerStateTap, DirectionTap, UpdateTap, CommunicationTap)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -129,8 +130,10 @@ class Watch:
         self.updates = (
             UpdateTap(self._reduction, adapter, histograms=tensorboard.installed()) if config.ur_distribution else None
         )
+        self.communication: CommunicationTap | None = None  # the process has one; its session lends it to one watch
         taps = (self.weights, self.state, self.gradients, self.directions, self.updates)
         self.guards = {tap.part: Guard(tap.part) for tap in taps if tap}
+        self.guards[CommunicationTap.part] = Guard(CommunicationTap.part)
 
     def _make_gradient_tap(self) -> GradientTap:
         return GradientTap(
@@ -378,6 +381,8 @@ class Watch:
     def close_round(self, *, complete: bool = True) -> None:
         """The training step is over: hand its table on and go to the next."""
         table, config = None, self.config
+        if self.collecting:
+            self._tap(self.communication, lambda tap: tap.move(self._recorder))
         if self.collecting and (complete or len(self._recorder)):
             counted = self.gradients is not None or self.modules is not None  # by their hooks
             micro_steps = self._settled_passes if counted else None
@@ -413,8 +418,8 @@ class Watch:
     def reconfigure(self, config: MonitorConfig) -> None:
         """Compute other statistics from the next training step on, or at once when this one has no row yet."""
         self._next_config = config
-        idle = (self.gradients is None or self.gradients.idle) and (self.modules is None or self.modules.idle)
-        if idle and not len(self._recorder):
+        taps = self.gradients, self.modules, self.communication
+        if not len(self._recorder) and all(tap is None or tap.idle for tap in taps):
             self._follow_config()
             self._recorder = StepRecorder()
 
@@ -424,7 +429,8 @@ class Watch:
         before, self.config = self.config, self._next_config
         if self.config is not before:
             self._renew_module_taps()
-        self._reduction.change([Statistic(op) for op in self.config.statistics], self.config.eps)
+        for reduction in (self._reduction, self.communication.reduction if self.communication else self._reduction):
+            reduction.change([Statistic(op) for op in self.config.statistics], self.config.eps)
 
     def _renew_module_taps(self) -> None:
         if self.modules is not None:
@@ -455,7 +461,7 @@ class Watch:
             return
         self._move_modules()
         self._tap(self.gradients, lambda tap: tap.move_unreduced(self._recorder))
-        if len(self._recorder):
+        if len(self._recorder) or (self.communication is not None and not self.communication.idle):
             self._settle()
             self.close_round(complete=False)
 
@@ -487,6 +493,8 @@ class Watch:
             self.gradients.forget()
         if self.modules is not None:
             self.modules.forget()
+        if self.communication is not None:
+            self.communication.forget()
 
     def _weights_of(self, entry: _OptimizerInUse) -> list[WatchedParameter]:
         """The weights read at a step: those of its optimizer, and with the first of a round those of no optimizer."""

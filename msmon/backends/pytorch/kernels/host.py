@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.utils.dlpack
 
 from msmon.backends.base import UnsupportedTensorError
 from msmon.backends.pytorch.kernels.layouts import dense_values, flat_pieces, magnitude
@@ -167,10 +168,26 @@ def _as_array(part_N: Tensor) -> NDArray[Any]:
             part_N = part_N.float()
         elif not part_N.is_floating_point():
             part_N = part_N.double()
-        array: NDArray[Any] = part_N.resolve_neg().numpy()
-    except (NotImplementedError, TypeError) as error:
+        array: NDArray[Any] = np.from_dlpack(_Shared(part_N.resolve_neg()))
+    except (NotImplementedError, TypeError, BufferError, RuntimeError) as error:
         raise UnsupportedTensorError(f"{part_N.dtype} cannot be read as numbers") from error
     return array
+
+
+class _Shared:
+    """Lends NumPy the memory of a tensor. ``Tensor.numpy`` would forbid its owner to resize it, as FSDP does."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __dlpack__(self, *, stream: None = None, **_: object) -> Any:  # noqa: ANN401 - a capsule
+        del stream  # there is none on the host
+        return torch.utils.dlpack.to_dlpack(self._tensor)  # type: ignore[attr-defined]
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0  # host memory
 
 
 def _sum_of_squares(wide_N: NDArray[np.float64]) -> float:
