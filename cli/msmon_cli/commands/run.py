@@ -21,6 +21,9 @@ OPTIONS = {
     "xy_distribution": "--activations",
     "forward_only": "--forward-only",
     "backward_only": "--backward-only",
+    "mg_direction": "--directions",
+    "ur_distribution": "--updates",
+    "cc_distribution": "--communication",
     "stack_info": "--stacks",
     "ops": "--ops",
     "step_interval": "--every",
@@ -75,6 +78,21 @@ def run(  # noqa: PLR0917 - Typer calls it by name
     ] = False,
     backward_only: Annotated[
         bool, typer.Option("--backward-only", help="Of activations, only their gradients.", rich_help_panel=WHAT)
+    ] = False,
+    directions: Annotated[
+        bool,
+        typer.Option(
+            "--directions", help="Share of elements whose gradient and momentum agree in sign.", rich_help_panel=WHAT
+        ),
+    ] = False,
+    updates: Annotated[
+        bool, typer.Option("--updates", help="Adam's update, and that over the weight.", rich_help_panel=WHAT)
+    ] = False,
+    communication: Annotated[
+        bool,
+        typer.Option(
+            "--communication", help="What torch.distributed operators send and receive.", rich_help_panel=WHAT
+        ),
     ] = False,
     stacks: Annotated[
         bool, typer.Option("--stacks", help="Where in the code each module is called.", rich_help_panel=WHAT)
@@ -192,6 +210,9 @@ def run(  # noqa: PLR0917 - Typer calls it by name
         xy_distribution=activations or None,
         forward_only=forward_only or None,
         backward_only=backward_only or None,
+        mg_direction=directions or None,
+        ur_distribution=updates or None,
+        cc_distribution={"enable": True, "cc_pre_hook": True} if communication else None,
         stack_info=stacks or None,
         ops=_words(ops),
         targets={target: {} for target in targets or []},
@@ -203,7 +224,7 @@ def run(  # noqa: PLR0917 - Typer calls it by name
         ndigits=ndigits,
         step_count_per_record=steps_per_file,
     )
-    if config is None and not (stacks or any(key.endswith("_distribution") for key in options)):
+    if config is None and not (stacks or directions or any(key.endswith("_distribution") for key in options)):
         options["wg_distribution"] = True
         options.setdefault("ops", ALL_STATISTICS)
     with _naming_options():  # by themselves: what is wrong here is not in the file
