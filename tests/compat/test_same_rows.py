@@ -403,3 +403,6 @@ def test_structures(original: Recording, ours: Recording) -> None:
     first, second = (("0", f"end{call}.output", "0", "0") for call in ("", "@1"))
     assert first in mine
     assert all(map(same_cell, theirs[first], mine[second]))
+    key = "0", ".input", "0", "0"
+    gradients = [by_name(recording, "activations-structures", "actv_grad")[key] for recording in (original, ours)]
+    assert all(map(same_cell, *gradients))

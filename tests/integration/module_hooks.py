@@ -96,6 +96,16 @@ def step(model: Any, optimizer: Any, number: int = 0, call: Any = None) -> float
     return float(loss)
 
 
+def step_twice(model: Any, optimizer: Any, number: int, call: Any) -> float:
+    """Two backward passes over one graph."""
+    optimizer.zero_grad()
+    loss = call(batch(number)).pow(2).mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+    return float(loss)
+
+
 def hooks_on(model: Any) -> int:
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
@@ -611,6 +621,39 @@ def odd_values(watch: Any) -> Any:
 
 
 @scenario
+def several_outputs(watch: Any) -> Any:
+    """A module inside hands several tensors on, each of which leads back to the same inputs."""
+
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x: Any, more: Any) -> Any:
+            y = self.fc(x + more)
+            return y[:, :4], y[:, 4:]
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.halves, self.out = Halves(), nn.Linear(4, 3)
+
+        def forward(self, x: Any) -> Any:
+            left, right = self.halves(x, x.exp())
+            return self.out(left) + self.out(right.sin())
+
+    model = Whole()
+    optimizer = sgd(model)
+    watch(model, optimizer)
+    norms = []
+    for number in range(2):
+        x = batch(number).requires_grad_()
+        step(model, optimizer, number, lambda _, x=x: model(x))
+        norms.append(float(x.grad.double().norm()))
+    return {"weights": digest(model), "norms": norms}
+
+
+@scenario
 def packed(watch: Any) -> Any:
     class Words(nn.Module):
         def __init__(self) -> None:
@@ -641,7 +684,7 @@ def written_views(watch: Any) -> Any:
         "out": nn.Linear(8, 3),
     })  # fmt: skip
     optimizer = sgd(model)
-    watch(model, optimizer)
+    watch(model, optimizer, 2)
 
     def call(x: Any) -> Any:
         x = x.view(2, 3, 8)
@@ -652,6 +695,7 @@ def written_views(watch: Any) -> Any:
         return model["out"](z)
 
     losses = [step(model, optimizer, number, call) for number in range(2)]
+    losses.append(step_twice(model, optimizer, 2, call))
     return {"losses": losses, "weights": digest(model)}
 
 
@@ -662,7 +706,7 @@ def written_views_twin(watch: Any) -> Any:
         "fc": nn.Linear(8, 8), "relu": nn.ReLU(), "both": nn.Linear(8, 16), "drop": nn.SiLU(), "out": nn.Linear(8, 3),
     })  # fmt: skip
     optimizer = sgd(model)
-    watch(model, optimizer)
+    watch(model, optimizer, 2)
 
     def call(x: Any) -> Any:
         x = x.view(2, 3, 8)
@@ -672,6 +716,7 @@ def written_views_twin(watch: Any) -> Any:
         return model["out"](z)
 
     losses = [step(model, optimizer, number, call) for number in range(2)]
+    losses.append(step_twice(model, optimizer, 2, call))
     return {"losses": losses, "weights": digest(model)}
 
 

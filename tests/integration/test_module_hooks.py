@@ -19,7 +19,7 @@ from msmon.offline.reader import RecordedRow, read_kind, run_directories
 if TYPE_CHECKING:
     from conftest import Runner
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("module_hooks")]
 SCRIPT = Path(__file__).with_name("module_hooks.py")
 
 NET = {f"{name}.{side}" for name in ("fc", "act", "out") for side in ("input", "output")} | {".input", ".output"}
@@ -127,7 +127,7 @@ def test_written_views(results: Results) -> None:
     """Modules that write to a view, or whose view is written to, have the same rows as without writing."""
     for kind in ("actv", "actv_grad"):
         tables = [
-            {(row.name, row.step): row["norm"] for row in results.rows(name, kind)}
+            {(row.name, row.step, row.micro_step): row["norm"] for row in results.rows(name, kind)}
             for name in ("written_views", "written_views_twin")
         ]
         assert tables[0].keys() == tables[1].keys()
@@ -178,6 +178,13 @@ def test_rows_of_odd_values(results: Results) -> None:
     }
     assert gradients["input_.input"] == gradients["input_.output"], "handed through"
     assert {"expanded_.output", "empty_.output", "leaf_.input", "parameter_.input"}.isdisjoint(gradients)
+
+
+def test_several_outputs(results: Results) -> None:
+    """What comes back through each of them is counted once: the model's input gets what autograd gives it."""
+    norms = results.seen["several_outputs"]["bare"]["norms"]
+    found = [row["norm"] for row in results.rows("several_outputs", "actv_grad") if row.name == ".input"]
+    assert all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(found, norms, strict=True))
 
 
 def test_recursion(results: Results) -> None:

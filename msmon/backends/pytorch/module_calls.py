@@ -7,8 +7,8 @@ sums the gradients of a tensor with several consumers, and so the bits. Instead 
 - the gradient that a module sends to an *input* leaves through nodes of the module whose next edge is that of the input.
   They are found after the forward, walking from the outputs back to the input, and never past where the forward began.
 
-A view (what a linear layer makes of three dimensions, say) that is written to later gets another node, and its own drops
-out of the graph: what the node of its base sends or gets stands in for it then, cut to the view.
+A view (what a linear layer makes of three dimensions, say) that is written to later gets another node, and its own is
+left out of backward passes: what the node of its base sends or gets stands in for it then, cut to the view.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class Call:
         handled: Identity of the exception that was being handled when it began, by which it knows one of its own.
         edges: Where the gradients of its inputs go: position of the tensor.
         bases: Where those of the bases of inputs go that are views.
+        reached: Of each output whose node a backward pass has reached: the last of these passes.
         nodes: Of each output with a node: the hook on that, which lives as long.
         begin: Nodes made by the forward have sequence numbers from here on.
     """
@@ -101,6 +102,7 @@ class Call:
     edges: dict[Edge, int] = field(default_factory=dict)
     bases: dict[Edge, tuple[int, ViewOfBase]] = field(default_factory=dict)
     nodes: dict[int, weakref.ref[Any]] = field(default_factory=dict)
+    reached: dict[int, tuple[str, int]] = field(default_factory=dict)
     begin: int = 0
 
 
@@ -158,7 +160,10 @@ class _Hooked:
 
 
 class _Written:
-    """True once a view has been written to: its node is gone, and it was there when that went.
+    """True for a view that has been written to.
+
+    While it lives its version says so. Otherwise its old node does, which the write holds on to until the backward
+    pass: the node of a view that nobody has used is gone before.
 
     Args:
         tensor: The view.
@@ -167,14 +172,16 @@ class _Written:
 
     def __init__(self, tensor: Tensor, hook: object) -> None:
         self._tensor = weakref.ref(tensor)
+        self._version = tensor._version  # noqa: SLF001 - torch has no public name for it
         self._hook = weakref.ref(hook, self._gone)
-        self._written = False
+        self._unused = False
 
     def _gone(self, _hook: object) -> None:
-        self._written = self._tensor() is not None
+        self._unused = torch._C._current_graph_task_id() == -1  # noqa: SLF001 - as above
 
     def __bool__(self) -> bool:
-        return self._written
+        tensor = self._tensor()
+        return not self._unused if tensor is None else tensor._version != self._version  # noqa: SLF001 - as above
 
 
 class _Thread(threading.local):
@@ -455,19 +462,22 @@ class ModuleCalls:
                 node, number = view.edge(tensor)
                 if node._sequence_nr() >= call.begin and not _accumulates(node):  # noqa: SLF001 - as above
                     written = _Written(tensor, hook)
-                    node.register_prehook(functools.partial(self._base_gradient, call, position, number, view, written))
+                    node.register_prehook(
+                        functools.partial(self._base_gradient, call, position, (number, view, written))
+                    )
 
     def _base_gradient(  # noqa: PLR0917 - bound by functools.partial
         self,
         call: Call,
         position: int,
-        number: int,
-        view: ViewOfBase,
-        written: _Written,
+        base: tuple[int, ViewOfBase, _Written],
         gradients: Sequence[Tensor | None],
     ) -> None:
+        number, view, written = base
         gradient = gradients[number]
-        if written and gradient is not None and self._in_backward():
+        if gradient is None or not self._in_backward() or call.reached.get(position) == events.current_backward():
+            return
+        if written:
             self._tell(call, OUTPUT, position, self._guard.run(view.cut, gradient))
 
     def _output_gradients(
@@ -482,6 +492,7 @@ class ModuleCalls:
         self._pass_reached()
         if wanted:
             for position, number in places:
+                call.reached[position] = events.current_backward()
                 self._tell(call, OUTPUT, position, gradients[number])
 
     def _hook_inputs(self, call: Call, made: Sequence[Edge]) -> None:
@@ -510,7 +521,7 @@ class ModuleCalls:
 
         The graph of a module inside has been walked already: its exits stand for it.
         """
-        exits: list[tuple[Node, int, Edge]] = []
+        exits: dict[tuple[Node, int], Edge] = {}  # of a module inside with several outputs each leads to the same exits
         seen: set[Node] = set()
         stack = [node for node, number in made if (node, number) not in inputs]
         while stack:
@@ -523,10 +534,10 @@ class ModuleCalls:
             for source, slot, edge in leads:
                 target = edge[0]
                 if edge in inputs or _accumulates(target) or target._sequence_nr() < begin:  # noqa: SLF001 - as above
-                    exits.append((source, slot, edge))
+                    exits[source, slot] = edge
                 else:
                     stack.append(target)
-        return exits
+        return [(source, slot, edge) for (source, slot), edge in exits.items()]
 
     def _input_gradient(
         self,
