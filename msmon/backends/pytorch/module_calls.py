@@ -466,7 +466,7 @@ class ModuleCalls:
                         functools.partial(self._base_gradient, call, position, (number, view, written))
                     )
 
-    def _base_gradient(  # noqa: PLR0917 - bound by functools.partial
+    def _base_gradient(
         self,
         call: Call,
         position: int,
