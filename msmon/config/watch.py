@@ -12,18 +12,18 @@ import re
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from watchdog.events import FileSystemEvent, FileSystemEventHandler
 from watchdog.observers import Observer
 from watchdog.observers.polling import PollingObserver
 
 from msmon import log
-from msmon.config.load import load_config
+from msmon.config.load import parse_config, read_document
 from msmon.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from msmon.config.schema import MonitorConfig
 
@@ -46,14 +46,21 @@ class ConfigWatcher:
     Args:
         path: The file; it may be absent for a while.
         changed: Called on the watcher's thread with the configuration.
+        options: Keys from the command line, which go over those of the file.
         polling: Poll instead of waiting for notifications; by default where the file system sends none.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], changed: Callable[[MonitorConfig], None], *, polling: bool | None = None
+        self,
+        path: str | os.PathLike[str],
+        changed: Callable[[MonitorConfig], None],
+        *,
+        options: Mapping[str, Any] | None = None,
+        polling: bool | None = None,
     ) -> None:
         self.path = Path(path).absolute()
         self._changed = changed
+        self._options = dict(options or {})
         self._content = self._read()
         self._wake = threading.Event()
         self._stopping = False
@@ -97,7 +104,7 @@ class ConfigWatcher:
             if content is None or content == self._content:
                 return  # gone for now, or only touched
             try:
-                config = load_config(self.path)
+                config = parse_config({**read_document(self.path), **self._options}, source=str(self.path))
             except ConfigError as error:
                 waited += pause
                 pause = 0.25

@@ -11,7 +11,7 @@ A file that cannot be used never comes here: collection goes on under the old co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -55,6 +55,17 @@ class DynamicController:
         """The file was changed to this valid configuration; it counts from the next step boundary on."""
         self._next = config
 
+    @property
+    def collecting(self) -> bool:
+        """Whether collection is on, be this step collected or left out by ``step_interval``."""
+        return self._collecting
+
+    def would_collect_next(self) -> bool:
+        """Whether the step after this one is collected if no file comes until then."""
+        collected = self._collected + (self._since % self._config.step_interval == 0)
+        due = (self._since + 1) % self._config.step_interval == 0
+        return self._collecting and due and collected < self._config.collect_times
+
     def step_ends(self) -> Decision:
         """A training step is over; decide about the next one."""
         if self._collecting:
@@ -79,3 +90,57 @@ class DynamicController:
     def _go_on(self, *, changed: bool) -> Decision:
         collect = self._collecting and self._since % self._config.step_interval == 0
         return Decision(collect=collect, config=self._config, changed=changed)
+
+
+class DynamicGate:
+    """Lets a :class:`DynamicController` decide which steps of one model are collected; see :class:`StepGate`.
+
+    Args:
+        config: The configuration at the start.
+        first_step: Number of the first training step.
+
+    Attributes:
+        step: The training step under way.
+        silent: This rank records nothing, though it counts like the others.
+    """
+
+    def __init__(self, config: MonitorConfig, first_step: int) -> None:
+        self.collected = 0
+        self.step = first_step
+        self.silent = False
+        self._controller = DynamicController(config)
+        self._collect = False
+        self._scheduled: list[tuple[int, MonitorConfig]] = []
+
+    def schedule(self, config: MonitorConfig, step: int = 0) -> int:
+        """A new configuration, from this step on, or from the next one when that has begun. May be called on any thread.
+
+        Returns:
+            By how many steps it came too late.
+        """
+        self._scheduled.append((step, config))
+        return max(0, self.step + 1 - step) if step else 0
+
+    def wants(self, step: int) -> bool:
+        """Whether a step, the one under way or the next, is collected."""
+        return self._collect if step == self.step else not self.silent and self._controller.would_collect_next()
+
+    def count(self) -> None:
+        """A step was collected."""
+        self.collected += 1
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is collected until another configuration comes."""
+        return not self._controller.collecting
+
+    def step_ends(self, step: int) -> Decision:
+        """The step before this one is over."""
+        self.step = step
+        while self._scheduled and self._scheduled[0][0] <= step:
+            self._controller.configure(self._scheduled.pop(0)[1])
+        decision = self._controller.step_ends()
+        if self.silent and decision.collect:
+            decision = replace(decision, collect=False)
+        self._collect = decision.collect
+        return decision
