@@ -103,7 +103,7 @@ def test_changed_while_collecting(runner: Runner) -> None:
     done = run(
         runner,
         {**ON, "collect_times": 100},
-        {3: {**ON, "ops": ["max"], "param_distribution": True, "collect_times": 3}},
+        {2: {**ON, "ops": ["max"], "param_distribution": True, "collect_times": 3}},
     )
     assert collected(done) == [1, 2, 3, 4, 5, 6]
     assert collected(done, "param_origin") == [4, 5, 6]
