@@ -12,7 +12,7 @@ import typer
 from msmon import env
 from msmon.errors import ExitCode, MsmonError
 from msmon_cli import console
-from msmon_cli.commands import print_struct, run, validate_config
+from msmon_cli.commands import print_struct, run, switch, validate_config
 
 EPILOG = """
 Examples:
@@ -48,6 +48,9 @@ app.command(
     no_args_is_help=True,
 )(print_struct.print_struct)
 app.command("validate-config")(validate_config.validate_config)
+app.command("on")(switch.on)
+app.command("off")(switch.off)
+app.command("status")(switch.status)
 
 
 def _show_version(wanted: bool) -> None:

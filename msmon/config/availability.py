@@ -15,12 +15,11 @@ FEATURES = {
 }
 
 
-def unavailable(config: MonitorConfig, *, dynamic: bool = False) -> list[Problem]:
+def unavailable(config: MonitorConfig) -> list[Problem]:
     """The parts of a valid configuration that this version cannot carry out.
 
     Args:
         config: A valid configuration.
-        dynamic: Whether dynamic start and stop is asked for.
     """
     problems = [
         _refuse(path, MISSING if isinstance(value, tuple) else value, feature)
@@ -29,8 +28,6 @@ def unavailable(config: MonitorConfig, *, dynamic: bool = False) -> list[Problem
     ]
     if config.format == "tensorboard":
         problems.append(_refuse("format", config.format, f"the format {config.format}", 'use "csv"'))
-    if dynamic:
-        problems.append(_refuse("dynamic_on", MISSING, "dynamic start and stop", "unset DYNAMIC_MONITOR or --dynamic"))
     return problems
 
 

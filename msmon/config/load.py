@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from msmon import env
 from msmon.config.availability import unavailable
 from msmon.config.schema import MonitorConfig
 from msmon.errors import MISSING, ConfigError, Problem
@@ -64,15 +63,12 @@ def read_document(path: str | PathLike[str]) -> dict[str, Any]:
     return document
 
 
-def parse_config(
-    document: dict[str, Any], *, source: str = _COMMAND_LINE, dynamic: bool | None = None
-) -> MonitorConfig:
+def parse_config(document: dict[str, Any], *, source: str = _COMMAND_LINE) -> MonitorConfig:
     """Check a document.
 
     Args:
         document: What the JSON file holds.
         source: The file, for messages.
-        dynamic: Whether dynamic start and stop is asked for; ``None`` looks at ``DYNAMIC_MONITOR``.
 
     Raises:
         ConfigError: With every problem found.
@@ -81,7 +77,7 @@ def parse_config(
         config = MonitorConfig.model_validate(document)
     except ValidationError as error:
         raise ConfigError(source, [_problem(details) for details in error.errors()]) from None
-    problems = unavailable(config, dynamic=env.dynamic_requested() if dynamic is None else dynamic)
+    problems = unavailable(config)
     if problems:
         raise ConfigError(source, problems)
     return config

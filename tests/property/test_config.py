@@ -47,10 +47,10 @@ KEYS = ["targets", "ops", "eps", "ndigits", "cc_distribution", "alert", "l2_targ
 @given(documents)
 def test_round_trip(document: dict[str, Any]) -> None:
     """A valid configuration survives being written as JSON and read again."""
-    config = parse_config(document, dynamic=False)
-    again = parse_config(json.loads(json.dumps(config.model_dump(mode="json"))), dynamic=False)
+    config = parse_config(document)
+    again = parse_config(json.loads(json.dumps(config.model_dump(mode="json"))))
     assert again == config
-    sparse = parse_config(json.loads(json.dumps(config.model_dump(mode="json", exclude_unset=True))), dynamic=False)
+    sparse = parse_config(json.loads(json.dumps(config.model_dump(mode="json", exclude_unset=True))))
     assert sparse == config
 
 
@@ -58,7 +58,7 @@ def test_round_trip(document: dict[str, Any]) -> None:
 def test_never_a_traceback(document: dict[str, Any]) -> None:
     """Whatever a file holds, it is a configuration or every problem has a message, a hint and a line to show."""
     try:
-        parse_config(document, dynamic=False)
+        parse_config(document)
     except ConfigError as error:
         assert error.problems
         for problem in error.problems:

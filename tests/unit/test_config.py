@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pydantic import ValidationError
 
-from msmon import env
 from msmon.config.availability import FEATURES
 from msmon.config.explain import as_documents, explain
 from msmon.config.load import load_config, parse_config, read_document
@@ -61,19 +60,19 @@ TURBULENCE = {"rule_name": "AnomalyTurbulence", "args": {"threshold": 0.5}}
 NAN_RULE = {"rule_name": "AnomalyNan", "args": {"threshold": 1e10}}
 
 
-def problems(document: dict[str, Any], *, dynamic: bool = False) -> list[Problem]:
+def problems(document: dict[str, Any]) -> list[Problem]:
     with pytest.raises(ConfigError) as caught:
-        parse_config(document, source="monitor.json", dynamic=dynamic)
+        parse_config(document, source="monitor.json")
     return caught.value.problems
 
 
-def problem(document: dict[str, Any], *, dynamic: bool = False) -> Problem:
-    (only,) = problems(document, dynamic=dynamic)
+def problem(document: dict[str, Any]) -> Problem:
+    (only,) = problems(document)
     return only
 
 
 def parsed(document: dict[str, Any]) -> MonitorConfig:
-    return parse_config(document, source="monitor.json", dynamic=False)
+    return parse_config(document, source="monitor.json")
 
 
 def test_defaults() -> None:
@@ -278,16 +277,6 @@ def test_not_available_yet(document: dict[str, Any], path: str, reason: str) -> 
 def test_every_feature_is_tested() -> None:
     """The list above covers every feature that is not there yet."""
     assert {path for _, path, _ in NOT_YET} == {*FEATURES, "format"}
-
-
-def test_dynamic_is_not_available_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamic start is refused when it is asked for, by the option or by the variable; the key alone has no effect."""
-    assert problem({}, dynamic=True).path == "dynamic_on"
-    monkeypatch.setenv(env.DYNAMIC, "True")
-    with pytest.raises(ConfigError, match="dynamic start and stop"):
-        parse_config({})
-    monkeypatch.setenv(env.DYNAMIC, "False")
-    assert parse_config({"dynamic_on": True}).dynamic_on
 
 
 def test_not_available_problems_are_all_named() -> None:

@@ -64,7 +64,7 @@ def _run(command: list[str]) -> Path:
     from msmon.errors import MsmonError
 
     executable = launch.find_command(command[0])
-    config = parse_config({"print_struct": True, "format": "api"}, dynamic=False)
+    config = parse_config({"print_struct": True, "format": "api"})
     environment, notes = launch.prepare_environment(config, command)
     environment[env.MAIN_PID] = ""  # what was not seen is said here
     for note in [*notes, *launch.warnings_about(command)]:

@@ -150,7 +150,9 @@ def run(  # noqa: PLR0917 - Typer calls it by name
     dynamic: Annotated[
         bool,
         typer.Option(
-            "--dynamic", help="Start and stop while training (not in this version yet).", rich_help_panel=SELECTION
+            "--dynamic",
+            help="Follow the file of --config while training: `msmon on`, `msmon off`.",
+            rich_help_panel=SELECTION,
         ),
     ] = False,
     output: Annotated[
@@ -198,6 +200,7 @@ def run(  # noqa: PLR0917 - Typer calls it by name
 
       msmon run -c monitor.json -t 'blocks.*.attn' -- accelerate launch train.py
     """
+    from msmon import env
     from msmon.bootstrap import launch
     from msmon.config.load import parse_config, read_document
 
@@ -228,12 +231,16 @@ def run(  # noqa: PLR0917 - Typer calls it by name
         options["wg_distribution"] = True
         options.setdefault("ops", ALL_STATISTICS)
     with _naming_options():  # by themselves: what is wrong here is not in the file
-        checked = parse_config(options, dynamic=dynamic or None)
+        checked = parse_config(options)
     if config is not None:
         checked = parse_config({**read_document(config), **options}, source=str(config))
     environment, notes = launch.prepare_environment(
         checked, command, output=output, source=str(config or ""), grad_acc_steps=grad_acc_steps
     )
+    if dynamic:
+        if config is None:
+            raise typer.BadParameter("needs a file to follow: name one with --config", param_hint="--dynamic")
+        environment[env.DYNAMIC] = "True"
     if checked.forward_only and checked.backward_only:
         notes.append("forward_only and backward_only are both on: no activations will be recorded")
     if not checked.kinds:

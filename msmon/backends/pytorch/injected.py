@@ -14,7 +14,7 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from msmon import log
+from msmon import env, log
 from msmon.backends.pytorch.module_calls import ModuleCalls
 from msmon.backends.pytorch.naming import innermost
 from msmon.backends.pytorch.roots import find_roots, optimizer_parameters
@@ -62,7 +62,11 @@ class InjectedMonitor:
         self._guard = Guard("looking for models")
         self._grad_acc_steps = settings.grad_acc_steps
         self.session = Session(
-            settings.config(), settings.output_root, injected=settings.for_report(), on_training=self.watch_waiting
+            settings.config(),
+            settings.output_root,
+            injected=settings.for_report(),
+            on_training=self.watch_waiting,
+            config_path=settings.source,
         )
 
     def after_fork(self) -> None:
@@ -78,7 +82,7 @@ class InjectedMonitor:
         waiting = _Waiting(weakref.ref(optimizer), [weakref.ref(root) for root in roots])
         with self._lock:
             self._waiting.append(waiting)
-            if wants_modules(self.session.config):
+            if wants_modules(self.session.config) and not env.dynamic_requested():
                 self._hook_modules(roots)
 
     def _hook_modules(self, roots: Sequence[Module]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,7 +59,9 @@ class TrainerMon:
     ) -> None:
         if not isinstance(params_have_main_grad, bool):
             raise ArgumentError(_wrong("params_have_main_grad", params_have_main_grad, "True or False"))
-        self._session = Session(load_config(config_file_path), on_training=self._adopt)
+        self._session = Session(
+            load_config(config_file_path), on_training=self._adopt, config_path=os.fspath(config_file_path)
+        )
         self._process_group = process_group
         self._main_grad = params_have_main_grad
         self._labels: list[str] = []
@@ -122,13 +125,13 @@ class TrainerMon:
     @ops.setter
     def ops(self, ops: Sequence[str]) -> None:
         document = self._session.config.model_dump(mode="json", exclude_unset=True)
-        self._session.reconfigure(parse_config({**document, "ops": list(ops)}, source="TrainerMon.ops", dynamic=False))
+        self._session.reconfigure(parse_config({**document, "ops": list(ops)}, source="TrainerMon.ops"))
 
     def reload_xy(self, xy_distribution: bool = False) -> None:  # noqa: FBT001, FBT002 - the original's signature
         """Switch activations on or off while training; the next step follows it."""
         document = self._session.config.model_dump(mode="json", exclude_unset=True)
         changed = {**document, "xy_distribution": xy_distribution}
-        self._session.reconfigure(parse_config(changed, source="TrainerMon.reload_xy", dynamic=False))
+        self._session.reconfigure(parse_config(changed, source="TrainerMon.reload_xy"))
 
     def generate_wgrad_metrics(self, post_grad_dict: object = None) -> tuple[Metrics, Metrics]:
         """Statistics of the gradients as they are now.

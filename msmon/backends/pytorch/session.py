@@ -27,6 +27,7 @@ from msmon import env, log
 from msmon.backends.pytorch import events
 from msmon.backends.pytorch.adapters import choose_adapter
 from msmon.backends.pytorch.devices import capturing
+from msmon.backends.pytorch.dynamic import DynamicRun
 from msmon.backends.pytorch.kernels.choose import choose_kernel
 from msmon.backends.pytorch.place import current_place, shared_run_id
 from msmon.backends.pytorch.run_report import describe_model, run_report
@@ -110,6 +111,7 @@ class Session:
         injected: The settings of ``msmon run`` when it started this process, for ``run.json``.
         on_training: Called when a backward pass begins and, with the optimizer, when one steps that is not watched:
             may add models.
+        config_path: Where the configuration was read from. With ``DYNAMIC_MONITOR`` the file is followed.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class Session:
         *,
         injected: dict[str, Any] | None = None,
         on_training: Callable[[Optimizer | None], None] | None = None,
+        config_path: str = "",
     ) -> None:
         self.config = config
         self.watches: list[Watch] = []
@@ -136,6 +139,9 @@ class Session:
         self._on_training = on_training
         self._termination: Termination | None = None
         self._number = next(_numbers)
+        self._dynamic = (
+            DynamicRun(config_path, config, self._number) if config_path and env.dynamic_requested() else None
+        )
         self._under_way: dict[int, list[tuple[Optimizer, Watch | None]]] = {}
         self._scales: dict[int, Tensor | None] = {}
         self._unwritable = False
@@ -197,8 +203,11 @@ class Session:
             label=label or "",
             first_step=first_step,
             grad_acc_steps=grad_acc_steps,
+            gate=self._dynamic.gate(first_step) if self._dynamic else None,
         )
         watch.on_step = self._count_step
+        if self._dynamic is not None:
+            watch.finished = self._dynamic.finished
         for number, model in enumerate(models):
             prefix = prefixes[number] if prefixes else ""
             naming = Naming(prefix, number if raw_names else 0, raw_names, self.config.squash_name)
@@ -319,7 +328,8 @@ class Session:
             self._stop()
 
     def _step_ends(self, watch: Watch, optimizer: Optimizer, *, skipped: bool = False) -> None:
-        self.open()
+        if self._dynamic is None:
+            self.open()
         before = watch.rounds.step
         watch.step_ends(optimizer, skipped=skipped)
         for other in self.watches:
@@ -372,6 +382,8 @@ class Session:
 
     def _count_step(self) -> None:
         self.steps_seen += 1
+        if self._dynamic is not None:
+            self._dynamic.step_ends()
 
     def scaler_steps(self, optimizer: Optimizer, scale: Tensor | None) -> Callable[[], None]:
         """See :class:`msmon.backends.pytorch.events.Listener`."""
@@ -419,7 +431,9 @@ class Session:
         self.place = current_place()
         log.set_rank(*self.place)
         chosen = self.config.module_ranks
-        if chosen and self.place.rank not in chosen and not self.config.print_struct:  # which stops every rank
+        if self._dynamic is not None:
+            self._dynamic.start(self.place)
+        elif chosen and self.place.rank not in chosen and not self.config.print_struct:  # which stops every rank
             self._leave()
             return
         self._termination = Termination(self.finish)
@@ -538,6 +552,8 @@ class Session:
         if self.communication is not None:
             self.communication.detach()
         events.unsubscribe(self)
+        if self._dynamic is not None:
+            self._dynamic.stop()
         if self._termination is not None:
             self._termination.undo()
         if self.output is not None:

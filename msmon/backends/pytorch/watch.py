@@ -23,6 +23,7 @@ from msmon.backends.pytorch.taps.reduction import Reduction
 from msmon.backends.pytorch.taps.updates import DirectionTap, UpdateTap
 from msmon.backends.pytorch.taps.weights import WeightTap
 from msmon.backends.pytorch.watched import Inventory, Naming, WatchedParameter
+from msmon.plan.dynamic import DynamicGate
 from msmon.plan.gate import StepGate
 from msmon.plan.rounds import Rounds
 from msmon.plan.selection import Selection
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from msmon.backends.pytorch.adapters.plain import PlainAdapter
     from msmon.backends.pytorch.module_calls import ModuleCalls
     from msmon.config.schema import MonitorConfig
+    from msmon.plan.dynamic import Decision
     from msmon.record.table import Row, StepTable
 
 
@@ -81,6 +83,7 @@ class Watch:
         label: The model's name in ``steps.csv``.
         first_step: Number of the first training step.
         grad_acc_steps: Micro-batches a step when the user said so; ``None`` counts backward passes.
+        gate: Which steps are collected, when a file decides that while the training runs.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class Watch:
         label: str,
         first_step: int,
         grad_acc_steps: int | None,
+        gate: DynamicGate | None = None,
     ) -> None:
         self.config = config
         self.adapter = adapter
@@ -102,7 +106,7 @@ class Watch:
         self._namings: list[Naming] = []
         self.first_step = first_step
         self.rounds = Rounds(first_step)
-        self.gate = StepGate(config.start_step, config.step_interval, config.collect_times)
+        self.gate = gate or StepGate(config.start_step, config.step_interval, config.collect_times)
         self.ledger = Ledger()
         self.report: dict[str, Any] = {}
         self._kernel = kernel
@@ -122,6 +126,12 @@ class Watch:
         self._step_under_way = False
         self.left_over = False
         self.collecting = self.listening = self.gate.wants(self.rounds.step)
+        self.finished: Callable[[], None] = lambda: None
+        self.communication: CommunicationTap | None = None  # the process has one; its session lends it to one watch
+        self._make_taps()
+
+    def _make_taps(self) -> None:
+        config, adapter = self.config, self.adapter
         self.weights = WeightTap(self._reduction) if config.param_distribution else None
         self.state = OptimizerStateTap(self._reduction, adapter) if config.mv_distribution else None
         self.gradients = self._make_gradient_tap() if config.wg_distribution else None
@@ -130,7 +140,6 @@ class Watch:
         self.updates = (
             UpdateTap(self._reduction, adapter, histograms=tensorboard.installed()) if config.ur_distribution else None
         )
-        self.communication: CommunicationTap | None = None  # the process has one; its session lends it to one watch
         taps = (self.weights, self.state, self.gradients, self.directions, self.updates)
         self.guards = {tap.part: Guard(tap.part) for tap in taps if tap}
         self.guards[CommunicationTap.part] = Guard(CommunicationTap.part)
@@ -167,7 +176,7 @@ class Watch:
         self.roots.append(weakref.ref(root))
         self._namings.append(naming)
         self.inventory.take(root, self.adapter, naming, self._selection)
-        if self.modules is not None:
+        if self.modules is not None and not self.gate.finished:
             self.ledger.keep(self.modules.add_root(root, naming, calls))
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
@@ -412,8 +421,17 @@ class Watch:
         self._settled_passes = 0
         if self.modules is not None:
             self.modules.step_is_over()
+        if isinstance(self.gate, DynamicGate):
+            self._follow_file(self.gate.step_ends(self.rounds.step))
         self._follow_config()
         self.collecting = self.listening = self.gate.wants(self.rounds.step)
+
+    def _follow_file(self, decision: Decision) -> None:
+        if decision.changed:
+            self._next_config = decision.config
+            self.config = decision.config.model_copy()  # the same one may begin again: it counts as another
+        if decision.write_back:
+            self.finished()
 
     def reconfigure(self, config: MonitorConfig) -> None:
         """Compute other statistics from the next training step on, or at once when this one has no row yet."""
@@ -424,22 +442,28 @@ class Watch:
             self._recorder = StepRecorder()
 
     def _follow_config(self) -> None:
-        if self.config is not self._next_config and self.gradients is not None:
-            self.gradients.forget()  # computed under the old one
-        before, self.config = self.config, self._next_config
-        if self.config is not before:
-            self._renew_module_taps()
+        if self.config is self._next_config:
+            return
+        self.config = self._next_config
         for reduction in (self._reduction, self.communication.reduction if self.communication else self._reduction):
             reduction.change([Statistic(op) for op in self.config.statistics], self.config.eps)
+        self._begin_anew()
 
-    def _renew_module_taps(self) -> None:
-        if self.modules is not None:
-            self.modules.undo()
-        self.modules = self._make_module_taps() if wants_modules(self.config) else None
+    def _begin_anew(self) -> None:
+        """Another configuration: every hook out, other taps, hooks in again."""
+        self.ledger.undo()
+        self._selection = Selection(self.config.targets)
+        before, self.inventory = self.inventory, Inventory()
+        self._make_taps()
         for reference, naming in zip(self.roots, self._namings, strict=True):
             root = reference()
-            if self.modules is not None and root is not None and not self.gate.finished:
-                self.ledger.keep(self.modules.add_root(root, naming))
+            if root is not None:
+                self.inventory.take(root, self.adapter, naming, self._selection)
+                if self.modules is not None and not self.gate.finished:
+                    self.ledger.keep(self.modules.add_root(root, naming))
+        self.inventory.take_over(before, self._selection)
+        for entry in self._optimizers.values():
+            entry.layout = []
 
     def abandon(self) -> None:
         """``optimizer.step`` was left by an exception, and training goes on: the step stays as far as it came."""

@@ -98,6 +98,15 @@ class Inventory:
                 self.by_id[id(parameter)] = WatchedParameter(parameter, name, 0, selection.selects(name))
                 self.all_names.append(name)
 
+    def take_over(self, before: Inventory, selection: Selection) -> None:
+        """Go on from an inventory of the same model: bare parameters keep their names, duplicates stay duplicates."""
+        for key, old in before.by_id.items():
+            if key in self.by_id:
+                self.by_id[key].writes_reduced = old.writes_reduced
+            else:
+                self.by_id[key] = WatchedParameter(old.parameter, old.name, old.stage, selection.selects(old.name))
+                self.all_names.append(old.name)
+
     def keep_only(self, wanted: set[int]) -> list[WatchedParameter]:
         """Let go of parameters that the model no longer has, such as those of a head that was replaced.
 

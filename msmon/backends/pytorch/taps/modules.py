@@ -85,6 +85,7 @@ class ModuleTaps:
         self._roots: list[tuple[ModuleCalls, Naming]] = []
         self._modules: list[WatchedModule] = []
         self._names: list[str] = []
+        self._collected = False
 
     def add_root(self, root: Module, naming: Naming, calls: ModuleCalls | None = None) -> ModuleCalls:
         """Look at the modules of this root too.
@@ -126,7 +127,8 @@ class ModuleTaps:
         return others is not None and self._selection.selects(watched.names)
 
     def move(self, recorder: StepRecorder) -> None:
-        """Hand what was read to the step under way."""
+        """Hand what was read to the step under way, which is collected."""
+        self._collected = True
         for tap in (self.activations, self.features):
             if tap is not None:
                 tap.move(recorder)
@@ -195,7 +197,7 @@ class ModuleTaps:
                     once=f"compiled:{name}",
                 )
                 return
-        if not self.activations.seen:
+        if self._collected and not self.activations.seen:
             root = self._roots[0][0].root()
             name = type(root).__name__
             log.say(

@@ -1,0 +1,177 @@
+"""Start and stop while the training runs: each row of the contract, with trainings that edit their own configuration."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Finished, Runner
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+    import json, os, sys, threading, time
+    import torch
+    from torch import nn
+    path, edits, steps, pause = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+    rank = int(os.environ.get("RANK", 0))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 1))
+    if "RANK" in os.environ:
+        torch.distributed.init_process_group("gloo")
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(steps):
+        loss = model(torch.randn(5, 3, generator=torch.Generator().manual_seed(step + 100 * rank))).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        edit = edits.get(str(step))
+        if edit is not None and rank == 0:
+            with open(path, "w") as file:
+                file.write(edit if isinstance(edit, str) else json.dumps(edit))
+        time.sleep(2.0 if edit is not None else pause)
+        hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+        hooks += sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+        threads = sorted(t.name for t in threading.enumerate() if t.name.startswith(("msmon-config", "msmon-dyn", "msmon-w")))
+        print(step, hooks, ",".join(threads), loss.item().hex(), flush=True)
+    if "RANK" in os.environ:
+        torch.distributed.destroy_process_group()
+"""
+ON = {"dynamic_on": True, "wg_distribution": True, "xy_distribution": True, "collect_times": 2}
+OFF = {**ON, "dynamic_on": False}
+
+
+def run(
+    runner: Runner, config: dict[str, Any], edits: dict[int, Any] | None = None, *, steps: int = 10, ranks: int = 0,
+    pause: float = 0.02, dynamic: str = "True",
+) -> Finished:  # fmt: skip
+    script = runner.write(SCRIPT)
+    arguments = [str(runner.folder / "monitor.json"), json.dumps(edits or {}), str(steps), str(pause)]
+    done = runner.monitored(script, *arguments, config=config, ranks=ranks, DYNAMIC_MONITOR=dynamic)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def collected(done: Finished, kind: str = "grad_reduced", rank: int = 0) -> list[int]:
+    return sorted({row.step for row in done.rows(kind, rank)})
+
+
+def content(runner: Runner) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((runner.folder / "monitor.json").read_text())
+    return found
+
+
+def test_static(runner: Runner) -> None:
+    """Without DYNAMIC_MONITOR dynamic_on has no effect, and the file is not followed."""
+    done = run(runner, OFF, {3: ON}, dynamic="False")
+    assert collected(done) == [0, 1]
+    assert content(runner) == ON
+
+
+def test_off_at_the_start(runner: Runner) -> None:
+    """Nothing is collected, no hook is put on, and no directory made."""
+    done = run(runner, OFF)
+    assert not done.directories()
+    assert {line.split()[1] for line in done.stdout.splitlines()} == {"0"}
+
+
+def test_on_at_the_start(runner: Runner) -> None:
+    """Collection begins at step 1, takes collect_times steps, and the file is set to off; start_step does not count."""
+    done = run(runner, {**ON, "start_step": 5})
+    assert collected(done) == collected(done, "actv") == collected(done, "actv_grad") == [1, 2]
+    assert content(runner) == {**OFF, "start_step": 5}
+    hooks = {int(line.split()[0]): int(line.split()[1]) for line in done.stdout.splitlines()}
+    assert hooks[1] > 0
+    assert hooks[9] == 0
+
+
+def test_switched_on_and_on_again(runner: Runner) -> None:
+    """On while training: noticed in the next step, collected from the one after it on; off by itself, and on once more."""
+    done = run(runner, OFF, {1: ON, 5: {**ON, "ops": ["max"]}})
+    assert collected(done) == [3, 4, 7, 8]
+    assert content(runner)["dynamic_on"] is False
+    assert [row.step for row in done.rows("grad_reduced") if "max" in row.values] == [7] * 4 + [8] * 4
+
+
+def test_changed_while_collecting(runner: Runner) -> None:
+    """The step under way ends under the old file; the next begins under the new, counted from 0, with other kinds too."""
+    done = run(
+        runner,
+        {**ON, "collect_times": 100},
+        {2: {**ON, "ops": ["max"], "param_distribution": True, "collect_times": 3}},
+    )
+    assert collected(done) == [1, 2, 3, 4, 5, 6]
+    assert collected(done, "param_origin") == [4, 5, 6]
+    by_step = {row.step: set(row.values) & {"norm", "max"} for row in done.rows("grad_reduced")}
+    assert by_step == {step: {"norm"} if step < 4 else {"max"} for step in range(1, 7)}
+
+
+@pytest.mark.parametrize("stop", [{**ON, "collect_times": 0}, OFF], ids=["no times", "off"])
+def test_stopped_early(stop: dict[str, Any], runner: Runner) -> None:
+    """collect_times 0, or off, ends collection at the next step."""
+    done = run(runner, {**ON, "collect_times": 100}, {2: stop})
+    assert collected(done) == [1, 2, 3]
+    assert content(runner)["dynamic_on"] is False
+
+
+def test_broken_file(runner: Runner) -> None:
+    """A broken or invalid file is said, once each, and collection goes on; when idle, it changes nothing."""
+    done = run(
+        runner, {**ON, "collect_times": 100}, {3: '{"dynamic_on": tru', 5: {**ON, "opps": 1}}, pause=0.7, steps=12
+    )
+    assert collected(done) == list(range(1, 12))
+    assert done.stderr.count("the changed configuration is not used") == 2
+    assert "opps" in done.stderr
+    idle = run(runner, OFF, {3: {**ON, "opps": 1}})
+    assert "Traceback" not in idle.stderr
+
+
+def test_deleted_and_read_only(runner: Runner) -> None:
+    """A file that is deleted while collecting stops nothing; it cannot be written back, which is said."""
+    script = runner.write(
+        SCRIPT.replace("edit = edits.get", "os.remove(path) if step == 1 else None; edit = edits.get")
+    )
+    arguments = [str(runner.folder / "monitor.json"), "{}", "8", "0.1"]
+    done = runner.monitored(script, *arguments, config={**ON, "collect_times": 3}, DYNAMIC_MONITOR="True")
+    assert done.returncode == 0, done.stderr
+    assert collected(done) == [1, 2, 3]
+    assert "dynamic_on could not be set to false" in done.stderr
+
+
+def test_ten_starts_and_stops(runner: Runner) -> None:
+    """They leave no hook and no thread behind, and training is bitwise that without msmon."""
+    edits = {4 * n: {**ON, "collect_times": 2, "ndigits": n} for n in range(10)}
+    done = run(runner, OFF, edits, steps=44)
+    assert collected(done) == sorted(step for n in range(10) for step in (4 * n + 2, 4 * n + 3))
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert lines[-1][1] == "0"
+    assert "msmon-write-back" not in lines[-1][2]
+    bare = runner.bare(runner.folder / "train.py", str(runner.folder / "other.json"), "{}", "44", "0")
+    assert [line.split()[-1] for line in bare.stdout.splitlines()] == [line[-1] for line in lines]
+
+
+def test_all_ranks_at_the_same_step(runner: Runner) -> None:
+    """Four ranks begin, change and end at the same steps, though rank 0 alone sees the file; it alone writes it back."""
+    done = run(runner, OFF, {5: {**ON, "collect_times": 3}}, steps=60, ranks=4, pause=0.1)
+    steps = [collected(done, rank=rank) for rank in range(4)]
+    assert steps == [steps[0]] * 4
+    assert len(steps[0]) == 3
+    assert steps[0][0] >= 7
+    assert content(runner)["dynamic_on"] is False
+    assert not re.search("steps late", done.stderr)
+
+
+def test_command_line_options_stay(runner: Runner) -> None:
+    """Options given beside the file go over each new version of it."""
+    script = runner.write(SCRIPT)
+    runner.write_config(**OFF)
+    arguments = [str(runner.folder / "monitor.json"), json.dumps({1: ON}), "8", "0.02"]
+    options = ["--config", str(runner.folder / "monitor.json"), "--ops", "max", "--dynamic"]
+    done = runner.monitored(script, *arguments, options=options)
+    assert collected(done) == [3, 4], done.stderr
+    assert all("max" in row.values and "norm" not in row.values for row in done.rows("grad_reduced"))
