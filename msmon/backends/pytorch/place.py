@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 
@@ -40,3 +41,10 @@ def shared_run_id(session: int) -> str:
             raise
         return proposal  # a group without a store (MPI), or one that is gone: each rank has its own id
     return answer.decode() or proposal
+
+
+def leave_process_group() -> None:
+    """Give the process group back, at the end of a run that was stopped before its script could: some backends abort otherwise."""
+    if dist.is_available() and dist.is_initialized():
+        with contextlib.suppress(Exception):  # the process ends either way
+            dist.destroy_process_group()

@@ -7,6 +7,7 @@ and processes that only construct a model leave no trace.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import itertools
@@ -29,7 +30,7 @@ from msmon.backends.pytorch.adapters import choose_adapter
 from msmon.backends.pytorch.devices import capturing
 from msmon.backends.pytorch.dynamic import DynamicRun
 from msmon.backends.pytorch.kernels.choose import choose_kernel
-from msmon.backends.pytorch.place import current_place, shared_run_id
+from msmon.backends.pytorch.place import current_place, leave_process_group, shared_run_id
 from msmon.backends.pytorch.run_report import describe_model, run_report
 from msmon.backends.pytorch.taps import stacks
 from msmon.backends.pytorch.taps.communication import CommunicationTap
@@ -373,6 +374,7 @@ class Session:
         if not self._stopped and threading.current_thread() is threading.main_thread():
             self._stopped = True
             self.finish()
+            atexit.register(leave_process_group)
             raise SystemExit(0)
         self.finish()  # an exception would end this thread only, or somebody has caught the first one
         for stream in (sys.stdout, sys.stderr):
