@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from msmon.backends.base import UnsupportedTensorError
 from msmon.backends.pytorch.devices import Arriving, in_order
-from msmon.backends.pytorch.kernels import eager, host
+from msmon.backends.pytorch.kernels import eager, fused, host
 from msmon.backends.pytorch.kernels.choose import choose_kernel
 from msmon.backends.pytorch.kernels.eager import EagerKernel
+from msmon.backends.pytorch.kernels.fused import FusedKernel
 from msmon.backends.pytorch.kernels.host import HostKernel
 from msmon.stats.definitions import Statistic
 from msmon.stats.oracle import reference
@@ -26,7 +27,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-KERNELS = [EagerKernel, HostKernel, choose_kernel]
+
+def fused_kernel() -> FusedKernel:
+    """The compiled kernel, which leaves to another one what it cannot read."""
+    return FusedKernel(HostKernel())
+
+
+KERNELS = [EagerKernel, HostKernel, fused_kernel, choose_kernel]
 SIX = list(Statistic)
 NAN, INF = math.nan, math.inf
 PIECE = 1 << 11
@@ -45,7 +52,8 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     """A kernel that reads in small pieces, so that tensors of several pieces are soon checked."""
     monkeypatch.setattr(eager, "CPU_PIECE", PIECE)
     monkeypatch.setattr(host, "PIECE", PIECE)
-    monkeypatch.setattr(host, "PIECE", PIECE)
+    monkeypatch.setattr(fused, "BLOCK", PIECE)
+    monkeypatch.setattr(fused, "SHARE", 2 * PIECE)
     return request.param()
 
 

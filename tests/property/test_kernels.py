@@ -58,7 +58,8 @@ def test_statistics(kernel: Any, tensor: torch.Tensor, eps: float, piece: int) -
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("msmon.backends.pytorch.kernels.eager.CPU_PIECE", piece)
         patch.setattr("msmon.backends.pytorch.kernels.host.PIECE", piece)
-        patch.setattr("msmon.backends.pytorch.kernels.host.PIECE", piece)
+        patch.setattr("msmon.backends.pytorch.kernels.fused.BLOCK", piece)
+        patch.setattr("msmon.backends.pytorch.kernels.fused.SHARE", 2 * piece)
         measured = kernel().reduce([tensor], SIX, eps)[0].tolist()
     assert_same(measured, numbers_of(tensor), eps)
 

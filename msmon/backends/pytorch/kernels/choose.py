@@ -11,7 +11,7 @@ from msmon.backends.pytorch.kernels.eager import EagerKernel
 from msmon.backends.pytorch.kernels.host import HostKernel
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -23,19 +23,26 @@ class KernelByDevice:
     """One kernel for tensors in host memory, another for those of accelerators.
 
     Args:
-        host: For CPU tensors.
+        host: Makes that for CPU tensors, at the first tensor that is more than a number: it may take a moment.
         device: For all others.
+        few: Until then for CPU tensors.
     """
 
-    def __init__(self, host: Kernel[Tensor], device: Kernel[Tensor]) -> None:
-        self.host = host
-        self.device = device
+    def __init__(self, host: Callable[[], Kernel[Tensor]], device: Kernel[Tensor], few: Kernel[Tensor]) -> None:
+        self._make_host = host
+        self._host: Kernel[Tensor] | None = None
+        self._device = device
+        self._few = few
 
     def reduce(
         self, tensors: Sequence[Tensor], statistics: Sequence[Statistic], eps: float, *, divisor: Tensor | None = None
     ) -> Tensor:
         """See :meth:`msmon.backends.base.Kernel.reduce`."""
-        kernel = self.host if not tensors or tensors[0].device.type == "cpu" else self.device
+        kernel = self._device
+        if not tensors or tensors[0].device.type == "cpu":
+            if self._host is None and any(tensor.dim() for tensor in tensors):
+                self._host = self._make_host()
+            kernel = self._host or self._few
         return kernel.reduce(tensors, statistics, eps, divisor=divisor)
 
 
@@ -46,5 +53,19 @@ def choose_kernel() -> KernelByDevice:
         torch.zeros(1, device="cpu").numpy()
     except RuntimeError as error:  # torch built against another NumPy than the one installed
         log.say(f"torch and numpy do not fit together ({error}): slower statistics on CPU", once="kernel:host")
-        return KernelByDevice(eager, eager)
-    return KernelByDevice(HostKernel(), eager)
+        return KernelByDevice(lambda: eager, eager, eager)
+    return KernelByDevice(_fastest_host_kernel, eager, HostKernel())
+
+
+def _fastest_host_kernel() -> Kernel[Tensor]:
+    host = HostKernel()
+    try:
+        from msmon.backends.pytorch.kernels.fused import FusedKernel  # noqa: PLC0415 - an extra, only for CPU tensors
+
+        return FusedKernel(host)
+    except ModuleNotFoundError as error:
+        reason = f"{error.name} is not installed; pip install msmon[cpu]"
+    except Exception as error:  # noqa: BLE001 - whatever is wrong with a compiler, there is a kernel without one
+        reason = f"the loop in one pass cannot be compiled: {type(error).__name__}: {error}"
+    log.say(f"slower statistics on CPU ({reason})", once="kernel:host")
+    return host

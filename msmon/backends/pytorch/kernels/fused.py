@@ -1,0 +1,249 @@
+"""The kernel for tensors in host memory in one pass: a compiled loop that reads many tensors in one call.
+
+What Python does for a tensor is to look up where its elements lie. Large tensors are cut into blocks; several threads
+take blocks as they come free, and blocks are put together in their order, so that results do not depend on the number
+of threads. What the loop cannot read (integers, complex numbers, elements apart from each other), and the rare tensor
+with a NaN or with squares out of range, goes to another kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+from array import array
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from msmon.backends.pytorch.kernels.compiled import compile_loop, readable_here
+from msmon.stats.definitions import Statistic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from msmon.backends.base import Kernel
+    from msmon.backends.pytorch.kernels.compiled import Loop
+
+BLOCK = 1 << 16
+"""Elements of a block: so many that its line costs nothing, and few enough to share out."""
+
+SHARE = 1 << 18
+"""Elements that a thread takes at a time; for fewer, giving up the GIL does not pay."""
+
+_SHARES_A_THREAD = 4
+"""Waking a thread for fewer takes longer than what it would do."""
+
+_MOST_THREADS = 8
+"""So many threads read as fast as memory delivers."""
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Classes whose elements lie where they say."""
+
+_WORD = 8
+"""Bytes of a number in the arrays that the loop reads and writes."""
+
+_ALL = tuple(Statistic)
+_MARK = _ALL.index(Statistic.NANS)
+"""Where the loop says that it cannot tell the statistics of a block; else there is no NaN, and the number is 0."""
+
+
+class FusedKernel:
+    """See :class:`msmon.backends.base.Kernel`. Tensors must be in host memory.
+
+    Args:
+        other: For tensors that the loop cannot read.
+
+    Raises:
+        RuntimeError: Nothing can be compiled for this processor.
+    """
+
+    def __init__(self, other: Kernel[Tensor]) -> None:
+        self._other = other
+        self._readable = {getattr(torch, name): name for name in readable_here()}
+        self._loops: dict[torch.dtype, Loop] = {torch.float32: compile_loop("float32")}
+        self._team = _Team()
+
+    def reduce(
+        self, tensors: Sequence[Tensor], statistics: Sequence[Statistic], eps: float, *, divisor: Tensor | None = None
+    ) -> Tensor:
+        """See :meth:`msmon.backends.base.Kernel.reduce`."""
+        scale = 1.0 if divisor is None else float(divisor.item())
+        batches: dict[torch.dtype, _Batch] = {}
+        rest = []
+        for line, tensor in enumerate(tensors):
+            dtype = tensor.dtype
+            if dtype in self._readable and type(tensor) in _PLAIN and _lies_dense(tensor):
+                batch = batches.get(dtype)
+                if batch is None:
+                    batch = batches[dtype] = _Batch()
+                batch.add(line, tensor)
+            else:
+                rest.append(line)
+        table = np.empty((len(tensors), len(_ALL)))
+        for dtype, batch in batches.items():
+            numbers, marks = self._reduce(dtype, batch, eps * scale, scale)
+            if len(batch.lines) == len(tensors):
+                table = numbers
+            else:
+                table[batch.lines] = numbers
+            if marks:
+                rest += [batch.lines[place] for place in np.flatnonzero(numbers[:, _MARK])]
+        if rest:
+            table[rest] = self._other.reduce([tensors[line] for line in rest], _ALL, eps, divisor=divisor).numpy()
+        if tuple(statistics) != _ALL:
+            table = table[:, [_ALL.index(statistic) for statistic in statistics]]
+        return torch.from_numpy(table)
+
+    def _reduce(self, dtype: torch.dtype, batch: _Batch, eps: float, scale: float) -> tuple[NDArray[np.float64], int]:
+        """The lines of a batch, and how many marks they have."""
+        loop = self._loops.get(dtype)
+        if loop is None:
+            loop = self._loops[dtype] = compile_loop(self._readable[dtype])
+        threshold = eps if dtype is torch.float64 else _least_single_from(eps)
+        addresses, counts, first_blocks = batch.addresses, batch.counts, None
+        if max(counts) > BLOCK:
+            addresses, counts, first_blocks = batch.blocks(dtype.itemsize)
+        lines = np.empty((len(counts), len(_ALL)))
+        places = (addresses.buffer_info()[0], counts.buffer_info()[0], lines.ctypes.data)
+
+        def reduce_range(begin: int, end: int) -> int:
+            at_addresses, at_counts = (place + begin * _WORD for place in places[:2])
+            at_lines = places[2] + begin * lines.strides[0]
+            marks: int = loop.without_gil(at_addresses, at_counts, end - begin, threshold, scale, at_lines)
+            return marks
+
+        if sum(counts) < SHARE:
+            marks = loop.with_gil(*places[:2], len(counts), threshold, scale, places[2])
+        else:
+            marks = self._team.share(reduce_range, _shares(counts), keep=batch)
+        return (lines if first_blocks is None else _combine(lines, counts, first_blocks)), marks
+
+
+def _lies_dense(tensor: Tensor) -> bool:
+    """Whether the elements of a tensor of a plain class fill one stretch of host memory, in whatever order."""
+    if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.is_nested or tensor.is_neg():
+        return False
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+@functools.lru_cache(maxsize=16)
+def _least_single_from(eps: float) -> float:
+    """The smallest float32 that is not below ``eps``: a float32 is below both or neither."""
+    with np.errstate(over="ignore"):
+        single = np.float32(eps)
+    return float(single if float(single) >= eps else np.nextafter(single, np.float32(np.inf)))
+
+
+class _Batch:
+    """Tensors of one dtype.
+
+    Attributes:
+        lines: Their lines in the table.
+        addresses: Where their elements begin.
+        counts: How many elements they have.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[int] = []
+        self.addresses = array("q")
+        self.counts = array("q")
+        self._tensors: list[Tensor] = []
+
+    def add(self, line: int, tensor: Tensor) -> None:
+        """Take in a tensor, which lives as long as the batch."""
+        self.lines.append(line)
+        self.addresses.append(tensor.data_ptr())
+        self.counts.append(tensor.numel())
+        self._tensors.append(tensor)
+
+    def blocks(self, itemsize: int) -> tuple[array[int], array[int], list[int]]:
+        """Addresses and counts of blocks, and the number of each tensor's first block; no tensor is without a block."""
+        addresses, counts = array("q"), array("q")
+        first_blocks = []
+        for address, count in zip(self.addresses, self.counts, strict=True):
+            first_blocks.append(len(counts))
+            for begin in range(0, max(count, 1), BLOCK):
+                addresses.append(address + begin * itemsize)
+                counts.append(min(BLOCK, count - begin))
+        return addresses, counts, first_blocks
+
+
+def _combine(lines: NDArray[np.float64], counts: array[int], first_blocks: list[int]) -> NDArray[np.float64]:
+    """The lines of tensors from those of their blocks, in their order."""
+    low, high, norm, mean, zeros, marks = lines.T
+    lengths = np.frombuffer(counts, dtype=np.int64)
+    totals = np.add.reduceat(lengths, first_blocks)
+    with np.errstate(all="ignore"):
+        columns = (
+            np.minimum.reduceat(low, first_blocks),
+            np.maximum.reduceat(high, first_blocks),
+            np.sqrt(np.add.reduceat(norm * norm, first_blocks)),
+            np.add.reduceat(mean * lengths, first_blocks) / totals,
+            np.add.reduceat(np.rint(zeros * lengths), first_blocks) / totals,
+            np.add.reduceat(marks, first_blocks),
+        )
+    return np.stack(columns, axis=1)
+
+
+def _shares(counts: array[int]) -> list[tuple[int, int]]:
+    """Ranges of blocks of about :data:`SHARE` elements each."""
+    ends = np.cumsum(np.frombuffer(counts, dtype=np.int64))
+    cuts = np.searchsorted(ends, np.arange(SHARE, ends[-1], SHARE)) + 1
+    limits = [0, *np.unique(cuts[cuts < len(counts)]).tolist(), len(counts)]
+    return list(itertools.pairwise(limits))
+
+
+class _Team:
+    """Threads of our own: those of torch spin while they wait, and those of OpenMP do not survive a fork."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._process = 0
+
+    def share(self, work: Callable[[int, int], int], ranges: list[tuple[int, int]], *, keep: object) -> int:
+        """Work on all ranges, as many threads at a time as torch would use; the sum of what it returns.
+
+        Args:
+            work: Called with the limits of a range.
+            ranges: All of them.
+            keep: Lives as long as any thread works, also when this call is interrupted.
+        """
+        threads = min(torch.get_num_threads(), len(ranges) // _SHARES_A_THREAD, _MOST_THREADS)
+        if threads <= 1:
+            return work(ranges[0][0], ranges[-1][1])
+        waiting = list(reversed(ranges))
+
+        def take_turns(_keep: object) -> int:
+            done = 0
+            with contextlib.suppress(IndexError):  # none is left
+                while True:
+                    done += work(*waiting.pop())
+            return done
+
+        futures: list[Future[int]] = []
+        with contextlib.suppress(RuntimeError):  # the interpreter is shutting down, or no thread can be started
+            futures += [self._threads().submit(take_turns, keep) for _ in range(threads - 1)]
+        done = take_turns(keep)
+        return done + sum(future.result() for future in futures if not future.cancel())
+
+    def _threads(self) -> ThreadPoolExecutor:
+        """The threads of this process: a fork leaves them behind."""
+        if self._pool is None or self._process != os.getpid():
+            self._pool = ThreadPoolExecutor(_MOST_THREADS - 1, thread_name_prefix="msmon-kernel")
+            self._process = os.getpid()
+        return self._pool
