@@ -9,7 +9,6 @@ with a NaN or with squares out of range, goes to another kernel.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 from array import array
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 
 from msmon.backends.pytorch.kernels.compiled import compile_loop, readable_here
+from msmon.backends.pytorch.kernels.layouts import least_float32_from
 from msmon.stats.definitions import Statistic
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class FusedKernel:
         loop = self._loops.get(dtype)
         if loop is None:
             loop = self._loops[dtype] = compile_loop(self._readable[dtype])
-        threshold = eps if dtype is torch.float64 else _least_single_from(eps)
+        threshold = eps if dtype is torch.float64 else least_float32_from(eps)
         addresses, counts, first_blocks = batch.addresses, batch.counts, None
         if max(counts) > BLOCK:
             addresses, counts, first_blocks = batch.blocks(dtype.itemsize)
@@ -139,14 +139,6 @@ def _lies_dense(tensor: Tensor) -> bool:
                 return False
             expected *= size
     return True
-
-
-@functools.lru_cache(maxsize=16)
-def _least_single_from(eps: float) -> float:
-    """The smallest float32 that is not below ``eps``: a float32 is below both or neither."""
-    with np.errstate(over="ignore"):
-        single = np.float32(eps)
-    return float(single if float(single) >= eps else np.nextafter(single, np.float32(np.inf)))
 
 
 class _Batch:
