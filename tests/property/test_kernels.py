@@ -56,6 +56,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 def test_statistics(kernel: Any, tensor: torch.Tensor, eps: float, piece: int) -> None:
     """Whatever the tensor and the size of the pieces it is read in, its statistics are those of its numbers."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
         patch.setattr("msmon.backends.pytorch.kernels.eager.CPU_PIECE", piece)
         patch.setattr("msmon.backends.pytorch.kernels.host.PIECE", piece)
         patch.setattr("msmon.backends.pytorch.kernels.fused.BLOCK", piece)

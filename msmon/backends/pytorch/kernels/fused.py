@@ -11,18 +11,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from array import array
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from msmon.backends.pytorch.kernels.batches import Batch, lies_dense
 from msmon.backends.pytorch.kernels.compiled import compile_loop, readable_here
 from msmon.backends.pytorch.kernels.layouts import least_float32_from
 from msmon.stats.definitions import Statistic
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
@@ -42,9 +43,6 @@ _SHARES_A_THREAD = 4
 
 _MOST_THREADS = 8
 """So many threads read as fast as memory delivers."""
-
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Classes whose elements lie where they say."""
 
 _WORD = 8
 """Bytes of a number in the arrays that the loop reads and writes."""
@@ -75,14 +73,14 @@ class FusedKernel:
     ) -> Tensor:
         """See :meth:`msmon.backends.base.Kernel.reduce`."""
         scale = 1.0 if divisor is None else float(divisor.item())
-        batches: dict[torch.dtype, _Batch] = {}
+        batches: dict[torch.dtype, Batch] = {}
         rest = []
         for line, tensor in enumerate(tensors):
             dtype = tensor.dtype
-            if dtype in self._readable and type(tensor) in _PLAIN and _lies_dense(tensor):
+            if dtype in self._readable and tensor.is_cpu and lies_dense(tensor):
                 batch = batches.get(dtype)
                 if batch is None:
-                    batch = batches[dtype] = _Batch()
+                    batch = batches[dtype] = Batch()
                 batch.add(line, tensor)
             else:
                 rest.append(line)
@@ -101,7 +99,7 @@ class FusedKernel:
             table = table[:, [_ALL.index(statistic) for statistic in statistics]]
         return torch.from_numpy(table)
 
-    def _reduce(self, dtype: torch.dtype, batch: _Batch, eps: float, scale: float) -> tuple[NDArray[np.float64], int]:
+    def _reduce(self, dtype: torch.dtype, batch: Batch, eps: float, scale: float) -> tuple[NDArray[np.float64], int]:
         """The lines of a batch, and how many marks they have."""
         loop = self._loops.get(dtype)
         if loop is None:
@@ -109,7 +107,7 @@ class FusedKernel:
         threshold = eps if dtype is torch.float64 else least_float32_from(eps)
         addresses, counts, first_blocks = batch.addresses, batch.counts, None
         if max(counts) > BLOCK:
-            addresses, counts, first_blocks = batch.blocks(dtype.itemsize)
+            addresses, counts, first_blocks = batch.blocks(dtype.itemsize, BLOCK)
         lines = np.empty((len(counts), len(_ALL)))
         places = (addresses.buffer_info()[0], counts.buffer_info()[0], lines.ctypes.data)
 
@@ -124,55 +122,6 @@ class FusedKernel:
         else:
             marks = self._team.share(reduce_range, _shares(counts), keep=batch)
         return (lines if first_blocks is None else _combine(lines, counts, first_blocks)), marks
-
-
-def _lies_dense(tensor: Tensor) -> bool:
-    """Whether the elements of a tensor of a plain class fill one stretch of host memory, in whatever order."""
-    if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.is_nested or tensor.is_neg():
-        return False
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
-class _Batch:
-    """Tensors of one dtype.
-
-    Attributes:
-        lines: Their lines in the table.
-        addresses: Where their elements begin.
-        counts: How many elements they have.
-    """
-
-    def __init__(self) -> None:
-        self.lines: list[int] = []
-        self.addresses = array("q")
-        self.counts = array("q")
-        self._tensors: list[Tensor] = []
-
-    def add(self, line: int, tensor: Tensor) -> None:
-        """Take in a tensor, which lives as long as the batch."""
-        self.lines.append(line)
-        self.addresses.append(tensor.data_ptr())
-        self.counts.append(tensor.numel())
-        self._tensors.append(tensor)
-
-    def blocks(self, itemsize: int) -> tuple[array[int], array[int], list[int]]:
-        """Addresses and counts of blocks, and the number of each tensor's first block; no tensor is without a block."""
-        addresses, counts = array("q"), array("q")
-        first_blocks = []
-        for address, count in zip(self.addresses, self.counts, strict=True):
-            first_blocks.append(len(counts))
-            for begin in range(0, max(count, 1), BLOCK):
-                addresses.append(address + begin * itemsize)
-                counts.append(min(BLOCK, count - begin))
-        return addresses, counts, first_blocks
 
 
 def _combine(lines: NDArray[np.float64], counts: array[int], first_blocks: list[int]) -> NDArray[np.float64]:
@@ -206,6 +155,7 @@ class _Team:
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._process = 0
+        self._count = 0
 
     def share(self, work: Callable[[int, int], int], ranges: list[tuple[int, int]], *, keep: object) -> int:
         """Work on all ranges, as many threads at a time as torch would use; the sum of what it returns.
@@ -229,13 +179,18 @@ class _Team:
 
         futures: list[Future[int]] = []
         with contextlib.suppress(RuntimeError):  # the interpreter is shutting down, or no thread can be started
-            futures += [self._threads().submit(take_turns, keep) for _ in range(threads - 1)]
+            pool = self._threads(threads - 1)
+            for _ in range(threads - 1):
+                futures.append(pool.submit(take_turns, keep))  # noqa: PERF401 - what was submitted before a fault is kept
         done = take_turns(keep)
         return done + sum(future.result() for future in futures if not future.cancel())
 
-    def _threads(self) -> ThreadPoolExecutor:
-        """The threads of this process: a fork leaves them behind."""
-        if self._pool is None or self._process != os.getpid():
-            self._pool = ThreadPoolExecutor(_MOST_THREADS - 1, thread_name_prefix="msmon-kernel")
-            self._process = os.getpid()
+    def _threads(self, count: int) -> ThreadPoolExecutor:
+        """At least as many threads, of this process: a fork leaves them behind."""
+        if self._process != os.getpid():
+            self._pool, self._process = None, os.getpid()
+        if self._pool is None or self._count < count:
+            if self._pool is not None:
+                self._pool.shutdown(wait=False)
+            self._pool, self._count = ThreadPoolExecutor(count, thread_name_prefix="msmon-kernel"), count
         return self._pool
