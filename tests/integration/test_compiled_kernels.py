@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from msmon import log
-from msmon.backends.pytorch.kernels import fused
+from msmon.backends.pytorch.kernels import choose, fused
 from msmon.backends.pytorch.kernels.choose import choose_kernel
 from msmon.backends.pytorch.kernels.compiled import readable
+from msmon.backends.pytorch.kernels.eager import EagerKernel
 from msmon.backends.pytorch.kernels.fused import FusedKernel
 from msmon.backends.pytorch.kernels.host import HostKernel
 from msmon.stats.definitions import Statistic
@@ -165,6 +166,18 @@ def test_without_a_compiler(
     for _ in range(2):
         assert chosen.reduce([torch.ones(4)], [Statistic.NORM], 1e-8).item() == 2.0
     assert capsys.readouterr().err == f"msmon: slower statistics on CPU ({reason})\n"
+
+
+def test_a_gpu_kernel_is_tried_out() -> None:
+    """A kernel whose results are not those of plain torch is not used."""
+
+    class Wrong(HostKernel):
+        def reduce(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
+            return super().reduce(*arguments, **keywords) * (1 + 1e-6)
+
+    choose._try_out(HostKernel(), EagerKernel(), torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="wrong"):
+        choose._try_out(Wrong(), EagerKernel(), torch.device("cpu"))
 
 
 def test_processors_that_cannot_read_halves() -> None:
