@@ -58,6 +58,7 @@ docs: $(READY) ## Write generated files anew: docs/configuration.md, completions
 
 bench: $(READY) ## Benchmarks: what watching costs
 	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/step_cost.py
 
 pin: ## Write requirements/dev.txt anew from requirements/dev.in

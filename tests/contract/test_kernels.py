@@ -14,19 +14,42 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from msmon.backends.base import UnsupportedTensorError
 from msmon.backends.pytorch.devices import Arriving, in_order
-from msmon.backends.pytorch.kernels import eager, host
+from msmon.backends.pytorch.kernels import eager, fused, host
 from msmon.backends.pytorch.kernels.choose import choose_kernel
 from msmon.backends.pytorch.kernels.eager import EagerKernel
+from msmon.backends.pytorch.kernels.fused import FusedKernel
 from msmon.backends.pytorch.kernels.host import HostKernel
 from msmon.stats.definitions import Statistic
 from msmon.stats.oracle import reference
+
+with pytest.MonkeyPatch.context() as interpreted:
+    interpreted.setenv("TRITON_INTERPRET", "1")  # read when the kernels are defined
+    from msmon.backends.pytorch.kernels import device
+    from msmon.backends.pytorch.kernels.device import DeviceKernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-KERNELS = [EagerKernel, HostKernel, choose_kernel]
+
+def fused_kernel() -> FusedKernel:
+    """The compiled kernel, which leaves to another one what it cannot read."""
+    return FusedKernel(HostKernel())
+
+
+class InterpretedKernel(DeviceKernel):
+    """The Triton kernel in Triton's interpreter, on CPU tensors. The interpreter computes with NumPy, which warns of NaN."""
+
+    def __init__(self) -> None:
+        super().__init__(EagerKernel())
+
+    def reduce(self, *arguments: Any, **keywords: Any) -> Tensor:
+        with np.errstate(all="ignore"):
+            return super().reduce(*arguments, **keywords)
+
+
+KERNELS = [EagerKernel, HostKernel, fused_kernel, InterpretedKernel, choose_kernel]
 SIX = list(Statistic)
 NAN, INF = math.nan, math.inf
 PIECE = 1 << 11
@@ -43,9 +66,12 @@ pytestmark = [
 @pytest.fixture(params=KERNELS, ids=lambda kernel: kernel.__name__)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A kernel that reads in small pieces, so that tensors of several pieces are soon checked."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(eager, "CPU_PIECE", PIECE)
     monkeypatch.setattr(host, "PIECE", PIECE)
-    monkeypatch.setattr(host, "PIECE", PIECE)
+    monkeypatch.setattr(device, "BLOCK", PIECE)
+    monkeypatch.setattr(fused, "BLOCK", PIECE)
+    monkeypatch.setattr(fused, "SHARE", 2 * PIECE)
     return request.param()
 
 
@@ -369,8 +395,9 @@ def test_tensors_without_elements_to_read(kernel: Any) -> None:
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided slice", "sparse COO"])
-def test_pieces_as_they_are(layout: str) -> None:
+def test_pieces_as_they_are(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the pieces of a real run, a tensor of several has the right statistics."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     tensor = {**LAYOUTS, **SPARSE}[layout](random_numbers(3 * eager.CPU_PIECE + 5))
     for kernel in KERNELS:
         assert_same(kernel().reduce([tensor], SIX, 1e-8)[0].tolist(), numbers_of(tensor))

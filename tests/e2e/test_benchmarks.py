@@ -35,3 +35,17 @@ def test_startup(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "ms" in done.stdout
+
+
+@pytest.mark.slow
+def test_kernels(tmp_path: Path) -> None:
+    """A small run of the kernel benchmark gives a table and JSON: every kernel against one pass."""
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "kernels.py"), "--quick", "--rounds", "1", "--json", "figures.json"],
+        capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}, cwd=tmp_path, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "| float32 | 1,000 x 1,000 |" in done.stdout
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert set(figures["results"][0]["to_pass"]) == {"compiled", "numpy", "eager"}
+    assert figures["versions"]["llvmlite"]

@@ -56,9 +56,11 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 def test_statistics(kernel: Any, tensor: torch.Tensor, eps: float, piece: int) -> None:
     """Whatever the tensor and the size of the pieces it is read in, its statistics are those of its numbers."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
         patch.setattr("msmon.backends.pytorch.kernels.eager.CPU_PIECE", piece)
         patch.setattr("msmon.backends.pytorch.kernels.host.PIECE", piece)
-        patch.setattr("msmon.backends.pytorch.kernels.host.PIECE", piece)
+        patch.setattr("msmon.backends.pytorch.kernels.fused.BLOCK", piece)
+        patch.setattr("msmon.backends.pytorch.kernels.fused.SHARE", 2 * piece)
         measured = kernel().reduce([tensor], SIX, eps)[0].tolist()
     assert_same(measured, numbers_of(tensor), eps)
 

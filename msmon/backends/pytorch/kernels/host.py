@@ -15,7 +15,7 @@ import torch
 import torch.utils.dlpack
 
 from msmon.backends.base import UnsupportedTensorError
-from msmon.backends.pytorch.kernels.layouts import dense_values, flat_pieces, magnitude
+from msmon.backends.pytorch.kernels.layouts import AS_FLOAT32, dense_values, flat_pieces, magnitude
 from msmon.stats.definitions import Statistic
 
 if TYPE_CHECKING:
@@ -32,13 +32,6 @@ _UNTHREADED = 1 << 13
 
 _SAFE_SQUARES = (1e-280, 1e300)
 """Between these a sum of squares in float64 has neither lost nor overflowed anything."""
-
-_AS_FLOAT32 = frozenset(
-    dtype
-    for name in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
-    if (dtype := getattr(torch, name, None)) is not None
-)
-"""Dtypes that float32 holds exactly, and NumPy does not know or reads slowly."""
 
 
 class HostKernel:
@@ -164,7 +157,7 @@ def _as_array(part_N: Tensor) -> NDArray[Any]:
     try:
         if part_N.is_complex():
             part_N = magnitude(part_N, torch.float64)
-        elif part_N.dtype in _AS_FLOAT32:
+        elif part_N.dtype in AS_FLOAT32:
             part_N = part_N.float()
         elif not part_N.is_floating_point():
             part_N = part_N.double()

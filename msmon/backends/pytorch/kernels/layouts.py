@@ -5,8 +5,10 @@ Statistics do not depend on the order of elements, so a transposed tensor is rea
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from msmon.backends.base import UnsupportedTensorError
@@ -15,6 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
+
+AS_FLOAT32 = frozenset(
+    dtype
+    for name in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+    if (dtype := getattr(torch, name, None)) is not None
+)
+"""Dtypes that float32 holds exactly, and processors compute with slowly or not at all."""
 
 _SPARSE_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
@@ -71,3 +80,11 @@ def magnitude(part: Tensor, wide: torch.dtype) -> Tensor:
     """The absolute values of complex numbers; NaN when either part is, even beside an infinity."""
     real, imaginary = part.real.to(wide), part.imag.to(wide)
     return torch.where(real.isnan() | imaginary.isnan(), torch.nan, torch.hypot(real, imaginary))
+
+
+@functools.lru_cache(maxsize=16)
+def least_float32_from(eps: float) -> float:
+    """The smallest float32 that is not below ``eps``: comparing a float32 with it is comparing with ``eps`` exactly."""
+    with np.errstate(over="ignore"):
+        single = np.float32(eps)
+    return float(single if float(single) >= eps else np.nextafter(single, np.float32(np.inf)))
