@@ -526,6 +526,8 @@ class Session:
         self._submit()
         if self.output is not None:
             self.output.writer.drain()
+        if self._dynamic is not None:
+            self._dynamic.stop()  # a thread inside the store when the interpreter ends would abort the process
         self.guard.run(self._summarize)
 
     def _summarize(self) -> None:
