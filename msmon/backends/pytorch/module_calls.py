@@ -18,7 +18,7 @@ import sys
 import threading
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx._symbolic_trace
@@ -106,8 +106,14 @@ class Call:
     begin: int = 0
 
 
-class Observer(Protocol):
-    """Looks at calls. Runs guarded by the one who gives it to :class:`ModuleCalls`."""
+class Observer:
+    """Looks at calls; does nothing by itself. Runs guarded by the one who gives it to :class:`ModuleCalls`.
+
+    Attributes:
+        part: Its name in messages.
+    """
+
+    part: str
 
     def begins(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
         """A forward begins; its inputs, with these tensors in them, are as they came."""
@@ -120,6 +126,8 @@ class Observer(Protocol):
 
     def wants(self, call: Call, side: str) -> bool:
         """Whether gradients of this side (:data:`INPUT`, :data:`OUTPUT`) shall be looked for."""
+        del call, side
+        return False
 
     def gradient(self, call: Call, side: str, position: int, gradient: Tensor, micro_step: int) -> None:
         """A backward pass, of this micro-batch, has brought the gradient of one of the tensors of a side."""

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import msmon
+from msmon.backends.pytorch.module_calls import Observer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
     from types import FrameType
 
     from torch import Tensor
@@ -25,16 +26,13 @@ FILE = "stack_info.csv"
 _OURS = tuple(str(Path(package.__file__).parent) + "/" for package in (torch, msmon) if package.__file__)
 
 
-class StackTap:
-    """See :class:`msmon.backends.pytorch.module_calls.Observer`. Looks at the first call of each module."""
+class StackTap(Observer):
+    """Looks at the first call of each module."""
 
     part = "recording of call stacks"
 
     def __init__(self) -> None:
         self.found: dict[str, list[tuple[str, int, str]]] = {}
-
-    def begins(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
-        """Nothing: modules are listed in the order in which they return."""
 
     def ends(self, call: Call, output: Any, tensors: Sequence[Tensor]) -> None:  # noqa: ANN401 - whatever a module returns
         """Note where the call came from."""
@@ -42,17 +40,6 @@ class StackTap:
         name = f"{call.module.stage}:{call.module.name}"
         if name not in self.found:
             self.found[name] = user_stack(sys._getframe())  # noqa: SLF001 - the public way formats every line at once
-
-    def fails(self, call: Call) -> None:
-        """Nothing."""
-
-    def wants(self, call: Call, side: str) -> bool:
-        """No gradients."""
-        del call, side
-        return False
-
-    def gradient(self, call: Call, side: str, position: int, gradient: Tensor, micro_step: int) -> None:
-        """Nothing."""
 
 
 def content(taps: Iterable[StackTap]) -> str:
