@@ -6,13 +6,12 @@ import csv
 import io
 import linecache
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-import msmon
 from msmon.backends.pytorch.module_calls import Observer
+from msmon.runtime.frames import MSMON, folder_of, frames_from
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from msmon.backends.pytorch.module_calls import Call
 
 FILE = "stack_info.csv"
-_OURS = tuple(str(Path(package.__file__).parent) + "/" for package in (torch, msmon) if package.__file__)
+_PACKAGES = (MSMON, folder_of(torch))
 
 
 class StackTap(Observer):
@@ -55,13 +54,10 @@ def content(taps: Iterable[StackTap]) -> str:
 
 def user_stack(frame: FrameType | None) -> list[tuple[str, int, str]]:
     """File, line and function of every frame that belongs to neither torch nor msmon, innermost first."""
-    found = []
-    while frame is not None:
-        code = frame.f_code
-        if not code.co_filename.startswith(_OURS):
-            found.append((code.co_filename, frame.f_lineno, code.co_name))
-        frame = frame.f_back
-    return found
+    return [
+        (found.f_code.co_filename, found.f_lineno, found.f_code.co_name)
+        for found in frames_from(frame, without=_PACKAGES)
+    ]
 
 
 def _line(file: str, line: int, function: str) -> str:
