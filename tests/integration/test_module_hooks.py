@@ -314,6 +314,11 @@ def test_targets(results: Results, name: str) -> None:
     assert found == TARGETED[name]
 
 
+def test_both_directions_excluded_is_said(results: Results) -> None:
+    """forward_only with backward_only leaves nothing: TrainerMon says so, as ``msmon run`` does before it starts."""
+    assert "forward_only and backward_only are both on" in results.seen["targets_neither"]["watched_said"]
+
+
 def test_targets_with_everything(results: Results) -> None:
     """With ``all_xy`` a named module follows its entry, and the others are watched whole; one direction is one file."""
     assert TARGETS["all"][1] == {"all_xy": True}
