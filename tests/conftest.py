@@ -18,6 +18,9 @@ from msmon.offline.reader import RecordedRow, read_kind, read_steps, run_directo
 MSMON = str(Path(sys.executable).with_name("msmon"))
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 SIX = ["min", "max", "norm", "mean", "zeros", "nans"]
+# A worker thread of gloo that frees the tensors of the last operation while the interpreter ends aborts the process, with
+# and without msmon (https://github.com/pytorch/pytorch/issues/190489): scripts give it the time to do so before.
+SETTLE = "__import__('time').sleep(0.2)"
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,8 @@ class Runner:
     def write(self, source: str, name: str = "train.py") -> Path:
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(textwrap.dedent(source))
+        source = textwrap.dedent(source)
+        path.write_text(f"{source}\n{SETTLE}\n" if "init_process_group" in source else source)
         return path
 
     def write_config(self, **config: Any) -> Path:

@@ -165,6 +165,7 @@ def main() -> None:
         print(f"validation loss {validate(model, validation):.3f}")
         print(continue_text(model, "The ", 80))
     if distributed:
+        dist.barrier()  # the other ranks wait for the validation of rank 0
         dist.destroy_process_group()
 
 

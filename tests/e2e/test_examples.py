@@ -68,9 +68,10 @@ def figures(text: str, name: str = "loss") -> list[float]:
 def test_gpt_in_two_processes(runner: Runner) -> None:
     """The demo's command trains the GPT, its loss falls as without msmon, and every step of both ranks is on record."""
     arguments = ["--steps", "60", "--width", "32", "--depth", "2", "--heads", "2", "--context", "32"]
-    bare = runner.bare(GPT / "train.py", *arguments, ranks=2)
+    script = runner.write((GPT / "train.py").read_text())
+    bare = runner.bare(script, *arguments, ranks=2)
     options = ["--config", str(GPT / "monitor.json")]
-    watched = runner.monitored(GPT / "train.py", *arguments, ranks=2, options=options)
+    watched = runner.monitored(script, *arguments, ranks=2, options=options)
     assert watched.returncode == 0, watched.stderr
     assert figures(watched.stdout) == figures(bare.stdout)
     assert figures(watched.stdout)[-1] < figures(watched.stdout)[0] - 2

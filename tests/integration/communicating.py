@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -391,3 +392,4 @@ if __name__ == "__main__":
         optimizer.step()
     Path(os.environ["TRUTH"] + str(RANK)).write_text(json.dumps(results))
     dist.destroy_process_group()
+    time.sleep(0.2)  # for gloo's threads, as in conftest.SETTLE

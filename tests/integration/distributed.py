@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -158,3 +159,4 @@ if __name__ == "__main__":
         _optimizer.step()
     run_scenarios(sys.argv[1:])
     dist.destroy_process_group()
+    time.sleep(0.2)  # for gloo's threads, as in conftest.SETTLE
