@@ -14,8 +14,6 @@ FEATURES = {
     "ur_distribution": "updates of the optimizer",
     "cc_distribution.enable": "communication",
     "recording_l2_features": "high-order features",
-    "alert.rules": "alerts",
-    "alert.dump": "alerts",
 }
 
 
