@@ -27,9 +27,29 @@ STAGES = {
 forward found them come before everything, as in the original."""
 
 
+class Signal(NamedTuple):
+    """One statistic that a rule objects to.
+
+    Attributes:
+        op: The statistic.
+        value: Its value.
+        rule: Name of the rule.
+        because: What the value was compared with, in words; may be empty.
+    """
+
+    op: str
+    value: float
+    rule: str
+    because: str
+
+    def __str__(self) -> str:
+        because = f" ({self.because})" if self.because else ""
+        return f"{self.op} {self.value:.6g}{because}"
+
+
 @dataclass(frozen=True)
 class Anomaly:
-    """One number of one tensor that a rule objects to.
+    """One tensor in one step that rules object to.
 
     Attributes:
         rank: Rank that saw it.
@@ -40,10 +60,7 @@ class Anomaly:
         call_id: Place of the tensor in the order of execution of its step.
         name: The tensor.
         kind: Kind of row.
-        op: The statistic.
-        value: Its value.
-        rule: Name of the rule.
-        because: What the value was compared with, in words; may be empty.
+        signals: What is wrong with it, at least one.
         group_mates: Ranks of the same pipeline.
     """
 
@@ -55,10 +72,7 @@ class Anomaly:
     call_id: int
     name: str
     kind: str
-    op: str
-    value: float
-    rule: str
-    because: str
+    signals: tuple[Signal, ...]
     group_mates: tuple[int, ...]
 
     @property
@@ -73,9 +87,12 @@ class Anomaly:
 
     @property
     def message(self) -> str:
-        """One line."""
-        because = f" ({self.because})" if self.because else ""
-        return f"{self.rule}: {self.op} of {self.tag} is {self.value:.6g}{because} at step {self.step}"
+        """One line with every statistic that is wrong."""
+        by_rule: dict[str, list[str]] = {}
+        for signal in self.signals:
+            by_rule.setdefault(signal.rule, []).append(str(signal))
+        found = "; ".join(f"{rule}: {', '.join(signals)}" for rule, signals in by_rule.items())
+        return f"{found} in {self.tag} at step {self.step}"
 
     def entry(self) -> dict[str, Any]:
         """What ``anomaly.json`` says of it."""

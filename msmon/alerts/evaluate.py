@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from msmon.alerts.anomaly import BEFORE, Anomaly, stage_of
+from msmon.alerts.anomaly import BEFORE, Anomaly, Signal, stage_of
 from msmon.alerts.catalogue import CATALOGUE, GRADIENTS
 from msmon.alerts.observations import Layout, Observations
 from msmon.alerts.rules import RULES, Verdict
@@ -60,6 +60,7 @@ class AppliedRule:
         self.name = name
         self.comparison = comparison
         self.custom = custom
+        self.remembers = fields > 0
         self.guard = Guard(f"rule {name}")
         self._judge = judge
         self._kinds, self._ops = frozenset(kinds), frozenset(ops)
@@ -191,24 +192,23 @@ class _Found:
 class Findings:
     """The anomalies of one step, in the order in which they came to be; made one by one when asked for."""
 
-    def __init__(self, make: Callable[[_Found, int, int], Anomaly], found: Sequence[_Found]) -> None:
+    def __init__(self, make: Callable[[_Found, int], Anomaly], found: Sequence[_Found]) -> None:
         self._make = make
-        self._places: list[tuple[tuple[int, ...], _Found, int, int]] = []
+        self._places: list[tuple[tuple[int, ...], _Found, int]] = []
         for one in found:
-            for row, column in np.argwhere(one.rule >= 0).tolist():
+            for row in np.nonzero((one.rule >= 0).any(axis=1))[0].tolist():
                 described = one.block.layout.rows[row]
                 stage = stage_of(described.kind)
-                after_all = -1 if stage == BEFORE else 2**31
-                micro = after_all if described.micro_step is None else described.micro_step
-                order = (micro, stage, int(one.block.positions[row]), column)
-                self._places.append((order, one, row, column))
+                without = -1 if stage == BEFORE else 2**31
+                micro = without if described.micro_step is None else described.micro_step
+                self._places.append(((micro, stage, int(one.block.positions[row])), one, row))
         self._places.sort(key=lambda place: place[0])
 
     def __len__(self) -> int:
         return len(self._places)
 
     def __iter__(self) -> Iterator[Anomaly]:
-        return (self._make(found, row, column) for _, found, row, column in self._places)
+        return (self._make(found, row) for _, found, row in self._places)
 
     def first(self, count: int) -> list[Anomaly]:
         """The first of them."""
@@ -252,14 +252,14 @@ class Evaluator:
                     rule.guard.run(self._apply, number, rule, one, step, lenient=lenient)
             if (one.rule >= 0).any():
                 found.append(one)
-        return Findings(lambda one, row, column: self._anomaly(step, one, row, column), found)
+        return Findings(lambda one, row: self._anomaly(step, one, row), found)
 
     def _apply(self, number: int, rule: AppliedRule, one: _Found, step: RecordedStep, *, lenient: bool) -> None:
         if number not in one.block.views:
             one.block.views[number] = rule.view(one.block.layout, step.model)
         view = one.block.views[number]
-        if view is None:
-            return
+        if view is None or (rule.remembers and not step.complete):
+            return  # a step that was cut short cannot be compared with whole ones
         verdict = rule.apply(view, one.values, step)
         if not verdict.fires.any():
             return
@@ -278,10 +278,8 @@ class Evaluator:
             known = self._known[step.model] = (step.rows, statistics, _split(step.rows, statistics))
         return known[2]
 
-    def _anomaly(self, step: RecordedStep, one: _Found, row: int, column: int) -> Anomaly:
+    def _anomaly(self, step: RecordedStep, one: _Found, row: int) -> Anomaly:
         described = one.block.layout.rows[row]
-        rule = self.rules[int(one.rule[row, column])]
-        expected = float(one.expected[row, column])
         return Anomaly(
             rank=self._rank,
             step=step.step,
@@ -291,12 +289,15 @@ class Evaluator:
             call_id=int(one.block.positions[row]),
             name=described.name,
             kind=described.kind,
-            op=one.block.layout.columns[column],
-            value=float(one.values[row, column]),
-            rule=rule.name,
-            because="" if np.isnan(expected) else f"{rule.comparison} {expected:.6g}",
+            signals=tuple(self._signal(one, row, c) for c in np.nonzero(one.rule[row] >= 0)[0].tolist()),
             group_mates=self._group_mates,
         )
+
+    def _signal(self, one: _Found, row: int, column: int) -> Signal:
+        rule = self.rules[int(one.rule[row, column])]
+        expected = float(one.expected[row, column])
+        because = "" if np.isnan(expected) else f"{rule.comparison} {expected:.6g}"
+        return Signal(one.block.layout.columns[column], float(one.values[row, column]), rule.name, because)
 
 
 def _split(rows: Sequence[Row], statistics: tuple[str, ...]) -> list[_Block]:

@@ -57,7 +57,7 @@ class AnomalyFile:
         self._write()
 
     def add(self, anomalies: Iterable[Anomaly]) -> None:
-        """Keep anomalies: several of one tensor in one step, told apart by their statistic, are all kept.
+        """Keep anomalies.
 
         Raises:
             OSError: They could not be written; the next call tries again.
@@ -76,14 +76,12 @@ class AnomalyFile:
             self._write()
 
     def _free_key(self, anomaly: Anomaly) -> str:
-        key = anomaly.key
-        if key in self._entries:
-            key = f"{key}_{anomaly.op}"
-        number, free = 1, key
-        while free in self._entries:  # a restart that came to the same step again
+        """Its key; with a number when a run before, or a restart, came to the same tensor in the same step."""
+        number, key = 1, anomaly.key
+        while key in self._entries:
             number += 1
-            free = f"{key}_{number}"
-        return free
+            key = f"{anomaly.key}_{number}"
+        return key
 
     def _read_earlier(self) -> dict[str, dict[str, Any]]:
         if not self.path.exists():

@@ -283,11 +283,8 @@ def _judged(path: Path, evaluator: Evaluator, steps: frozenset[int]) -> Iterator
     for step in recorded_steps(path):
         found = evaluator.judge(step, ())
         if not steps or step.step in steps:
-            taken: dict[str, int] = {}
             for anomaly in found:
-                key = anomaly.key if anomaly.key not in taken else f"{anomaly.key}_{anomaly.op}"
-                taken[anomaly.key] = 1
-                yield key, anomaly.entry()
+                yield anomaly.key, anomaly.entry()
 
 
 def recorded_steps(directory: Path) -> Iterator[RecordedStep]:

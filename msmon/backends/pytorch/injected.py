@@ -56,7 +56,11 @@ class InjectedMonitor:
         self._guard = Guard("looking for models")
         self._grad_acc_steps = settings.grad_acc_steps
         self.session = Session(
-            settings.config(), settings.output_root, injected=settings.for_report(), on_training=self.watch_waiting
+            settings.config(),
+            settings.output_root,
+            injected=settings.for_report(),
+            on_training=self.watch_waiting,
+            alert_options=settings.alert_options(),
         )
 
     def optimizer_constructed(self, optimizer: Optimizer) -> None:

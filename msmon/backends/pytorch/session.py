@@ -24,12 +24,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from msmon import env, log
+from msmon.alerts.setup import make_alerts
+from msmon.alerts.stage import JudgedSink
 from msmon.backends.pytorch import events
 from msmon.backends.pytorch.adapters import choose_adapter
 from msmon.backends.pytorch.devices import capturing
 from msmon.backends.pytorch.kernels.choose import choose_kernel
 from msmon.backends.pytorch.place import current_place, shared_run_id
 from msmon.backends.pytorch.run_report import describe_model, run_report
+from msmon.backends.pytorch.stop import CommonStop
 from msmon.backends.pytorch.taps import stacks
 from msmon.backends.pytorch.watch import Watch
 from msmon.backends.pytorch.watched import Naming
@@ -47,11 +50,14 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from msmon.alerts.options import AlertOptions
+    from msmon.alerts.stage import Alerts
     from msmon.backends.pytorch.events import Arguments
     from msmon.backends.pytorch.module_calls import ModuleCalls
     from msmon.config.schema import MonitorConfig
     from msmon.record.table import StepTable
     from msmon.runtime.process import Place
+    from msmon.sinks.base import Sink
 
 _numbers = itertools.count()
 _STEP_CODE = frozenset(
@@ -71,21 +77,23 @@ class _Output:
     directory: Path
     config: MonitorConfig
     writer: Writer
+    alerts: Alerts | None
 
     @classmethod
-    def into(cls, directory: Path, config: MonitorConfig) -> _Output:
-        return cls(directory, config, Writer(_make_sink(directory, config)))
+    def into(cls, directory: Path, config: MonitorConfig, alerts: Alerts | None) -> _Output:
+        return cls(directory, config, Writer(_make_sink(directory, config, alerts)), alerts)
 
     def submit(self, table: StepTable, config: MonitorConfig) -> None:
         if config is not self.config:
             self.config = config
             self.writer.drain()
-            self.writer.sink = _make_sink(self.directory, config)
+            self.writer.sink = _make_sink(self.directory, config, self.alerts)
         self.writer.submit(table)
 
 
-def _make_sink(directory: Path, config: MonitorConfig) -> CsvSink:
-    return CsvSink(directory, config.columns, config.ndigits, config.step_count_per_record)
+def _make_sink(directory: Path, config: MonitorConfig, alerts: Alerts | None) -> Sink:
+    sink = CsvSink(directory, config.columns, config.ndigits, config.step_count_per_record)
+    return sink if alerts is None else JudgedSink(sink, config.statistics, alerts)
 
 
 class Session:
@@ -97,6 +105,8 @@ class Session:
         injected: The settings of ``msmon run`` when it started this process, for ``run.json``.
         on_training: Called when a backward pass begins and, with the optimizer, when one steps that is not watched:
             may add models.
+        alert_options: What the command line says of alerts.
+        pipeline: Place of this rank in its pipeline, and the ranks of that.
     """
 
     def __init__(
@@ -106,6 +116,8 @@ class Session:
         *,
         injected: dict[str, Any] | None = None,
         on_training: Callable[[Optimizer | None], None] | None = None,
+        alert_options: AlertOptions | None = None,
+        pipeline: Callable[[], tuple[int, Sequence[int]]] | None = None,
     ) -> None:
         self.config = config
         self.watches: list[Watch] = []
@@ -121,6 +133,9 @@ class Session:
         self._output_root = Path(output_root or env.output_root())
         self._injected = injected or {}
         self._on_training = on_training
+        self._alert_options = alert_options
+        self._pipeline = pipeline
+        self._common_stop: CommonStop | None = None
         self._termination: Termination | None = None
         self._number = next(_numbers)
         self._under_way: dict[int, list[tuple[Optimizer, Watch | None]]] = {}
@@ -269,7 +284,7 @@ class Session:
                 self._scales.pop(id(optimizer), None)
                 self.guard.run(self._step_ends, watch, optimizer)
 
-        if self._stopping:
+        if self._stopping or (self._common_stop is not None and self._common_stop.due(self.steps_seen)):
             self._stop()
 
     def _step_ends(self, watch: Watch, optimizer: Optimizer, *, skipped: bool = False) -> None:
@@ -313,9 +328,9 @@ class Session:
         Raises:
             SystemExit: Always, on the main thread; it runs the script's own ``finally`` blocks.
         """
-        self.finish()
         if threading.current_thread() is threading.main_thread():
             raise SystemExit(0)
+        self.finish()
         for stream in (sys.stdout, sys.stderr):  # an exception would end this thread only
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
@@ -380,8 +395,38 @@ class Session:
             self._unwritable = True
             log.say(f"{error}: nothing is recorded, training goes on")
             return
-        self.output = _Output.into(directory, self.config)
+        self.output = _Output.into(directory, self.config, self._make_alerts(directory, identity))
         self._describe_run()
+
+    def _make_alerts(self, directory: Path, run: str) -> Alerts | None:
+        """What judges the steps, ``None`` without rules."""
+        place = self.place
+        if place is None:
+            return None
+        partly = bool(self.config.module_ranks) and place.world_size > 1
+        pp_stage, group_mates = self.guard.run(self._pipeline) or (0, ()) if self._pipeline else (0, ())
+        alerts = Guard("alerts").run(
+            make_alerts,
+            self.config.alert,
+            self._alert_options,
+            rank=place.rank,
+            pp_stage=pp_stage,
+            group_mates=group_mates,
+            root=self._output_root,
+            run=run,
+            directory=directory.name,
+            stop=self._stop_at_alert,
+        )
+        if alerts is not None and alerts.stops and partly:
+            log.say("--on-alert stop needs all ranks, and module_ranks leaves some out: nothing will be stopped")
+        elif alerts is not None and alerts.stops:
+            self._common_stop = CommonStop(place, f"msmon/{run}/{self._number}")
+        return alerts
+
+    def _stop_at_alert(self, message: str) -> None:
+        log.say(f"stopping, as --on-alert stop asks: {message}", once="stop")
+        if self._common_stop is not None:
+            self._common_stop.ask()
 
     def _emit(self, table: StepTable, config: MonitorConfig) -> None:
         self._late.append((table, config))
@@ -428,6 +473,8 @@ class Session:
         self._submit()
         if self.output is not None:
             self.output.writer.drain()
+        if self._common_stop is not None:
+            self._common_stop.close()
         self.guard.run(self._summarize)
 
     def _summarize(self) -> None:
@@ -438,6 +485,13 @@ class Session:
         cut = f", {self.steps_cut_short} more cut short" if self.steps_cut_short else ""
         log.say(f"{self.steps_seen} training steps seen, {self.steps_collected} collected{cut}{lost}")
         log.say(f"output: {self.output.directory}")
+        alerts = self.output.alerts
+        if alerts is not None and alerts.first is not None:
+            log.say(f"anomalies on this rank: {alerts.found:,}, the first: {alerts.first.message}")
+            log.say(f"next:   msmon analyse {shlex.quote(str(self._output_root))}")
+            return
+        if alerts is not None:
+            log.say("no anomaly on this rank")
         example = _example_file(self.output.directory)
         if example is not None:
             log.say(f"next:   head {shlex.quote(str(example))}")
@@ -458,6 +512,8 @@ class Session:
             self._termination.undo()
         if self.output is not None:
             self.output.writer.close()
+        if self._common_stop is not None:
+            self._common_stop.close()
         _sessions.discard(self)
 
     def after_fork(self) -> None:
@@ -465,7 +521,7 @@ class Session:
         if self._termination is not None:
             self._termination.after_fork()
             self._termination = None
-        self.output = None
+        self.output = self._common_stop = None
         self.place = None
         self._under_way.clear()
         self._models.clear()
