@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from msmon.alerts.anomaly import BEFORE, Anomaly, Signal, stage_of
-from msmon.alerts.catalogue import CATALOGUE, GRADIENTS
+from msmon.alerts.catalogue import CATALOGUE
 from msmon.alerts.observations import Layout, Observations
 from msmon.alerts.rules import RULES, Verdict
 from msmon.plan.selection import Selection
@@ -27,8 +27,6 @@ CustomRule = Callable[[Observations], object]
 
 SKIPS_TOLERATED = 10
 """Optimizer steps that a ``GradScaler`` may skip in a row before their gradients are judged: so it finds its scale."""
-
-_SCALED_KINDS = (*GRADIENTS, "actv_grad")
 
 
 class AppliedRule:
@@ -252,7 +250,8 @@ class Evaluator:
                     rule.guard.run(self._apply, number, rule, one, step, lenient=lenient)
             if (one.rule >= 0).any():
                 found.append(one)
-        return Findings(lambda one, row: self._anomaly(step, one, row), found)
+        last = _last_micro_step(step) if found else 0
+        return Findings(lambda one, row: self._anomaly(step, one, row, last), found)
 
     def _apply(self, number: int, rule: AppliedRule, one: _Found, step: RecordedStep, *, lenient: bool) -> None:
         if number not in one.block.views:
@@ -263,14 +262,13 @@ class Evaluator:
         verdict = rule.apply(view, one.values, step)
         if not verdict.fires.any():
             return
-        rows, columns = np.nonzero(verdict.fires)
-        for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
-            place = int(view.rows[row]), int(view.columns[column])
-            overflow = lenient and not rule.custom and view.layout.rows[row].kind in _SCALED_KINDS
-            if one.rule[place] < 0 and not overflow:
-                one.rule[place] = number
-                if verdict.expected is not None:
-                    one.expected[place] = verdict.expected[row, column]
+        places = view.rows[:, None], view.columns
+        new = verdict.fires & (one.rule[places] < 0)
+        if lenient and not rule.custom:
+            new &= ~view.layout.gradients[:, None]  # an overflow, which the loss scale is there to find
+        one.rule[places] = np.where(new, number, one.rule[places])
+        if verdict.expected is not None:
+            one.expected[places] = np.where(new, verdict.expected, one.expected[places])
 
     def _blocks(self, step: RecordedStep, statistics: tuple[str, ...]) -> list[_Block]:
         known = self._known.get(step.model)
@@ -278,12 +276,13 @@ class Evaluator:
             known = self._known[step.model] = (step.rows, statistics, _split(step.rows, statistics))
         return known[2]
 
-    def _anomaly(self, step: RecordedStep, one: _Found, row: int) -> Anomaly:
+    def _anomaly(self, step: RecordedStep, one: _Found, row: int, last: int) -> Anomaly:
         described = one.block.layout.rows[row]
+        without = 0 if stage_of(described.kind) == BEFORE else last
         return Anomaly(
             rank=self._rank,
             step=step.step,
-            micro_step=_micro_step(described, step),
+            micro_step=without if described.micro_step is None else described.micro_step,
             pp_stage=self._pp_stage,
             vpp_stage=described.stage,
             call_id=int(one.block.positions[row]),
@@ -317,11 +316,7 @@ def _split(rows: Sequence[Row], statistics: tuple[str, ...]) -> list[_Block]:
     ]
 
 
-def _micro_step(row: Row, step: RecordedStep) -> int:
-    """The row's own; for what stands before all micro-batches the first, for what comes after them the last."""
-    if row.micro_step is not None:
-        return row.micro_step
-    if stage_of(row.kind) == BEFORE:
-        return 0
-    seen = [other.micro_step for other in step.rows if other.micro_step is not None]
+def _last_micro_step(step: RecordedStep) -> int:
+    """That of what comes after all micro-batches."""
+    seen = [row.micro_step for row in step.rows if row.micro_step is not None]
     return max(seen) if seen else max((step.micro_steps or 1) - 1, 0)

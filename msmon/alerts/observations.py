@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from msmon.alerts.catalogue import WEIGHTS_AFTER, WEIGHTS_BEFORE
+from msmon.alerts.catalogue import GRADIENTS, WEIGHTS_AFTER, WEIGHTS_BEFORE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,6 +53,11 @@ class Layout:
     def scaled(self) -> Places:
         """Rows whose values a loss scale multiplies. [rows]."""
         return np.array([row.kind in _SCALED for row in self.rows], dtype=bool)
+
+    @functools.cached_property
+    def gradients(self) -> Places:
+        """Rows of gradients. [rows]."""
+        return np.array([row.kind in {*GRADIENTS, "actv_grad"} for row in self.rows], dtype=bool)
 
     @functools.cached_property
     def activations(self) -> Places:

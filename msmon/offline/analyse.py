@@ -220,10 +220,12 @@ def _order(key: str, entry: Entry) -> Order | None:
     """Its place in the ranking; ``None`` for what ``anomaly.json`` does not hold."""
     try:
         order = order_of(key, entry)
+        _ = (
+            order.step + order.micro_step + order.call_id + order.rank
+        )  # all of them numbers, so that they can be sorted
     except (KeyError, TypeError, AttributeError):
         return None
-    numbers = order[:-2]
-    return order if all(isinstance(number, int) for number in numbers) else None
+    return order
 
 
 # From CSV files
