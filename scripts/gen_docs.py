@@ -13,7 +13,15 @@ from typing import Any
 from pydantic import BaseModel
 
 from msmon.config.availability import FEATURES
-from msmon.config.schema import AlertConfig, CommunicationConfig, L2Targets, MonitorConfig, Rule, Target
+from msmon.config.schema import (
+    AlertConfig,
+    CommunicationConfig,
+    L2Targets,
+    MonitorConfig,
+    Rule,
+    RuleArguments,
+    Target,
+)
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -49,6 +57,7 @@ NESTED = {
     "cc_distribution": CommunicationConfig,
     "alert": AlertConfig,
     "alert.rules[]": Rule,
+    "alert.rules[].args": RuleArguments,
     "l2_targets": L2Targets,
 }
 

@@ -215,7 +215,9 @@ class MonitorConfig(_Frozen):
         description="With `DYNAMIC_MONITOR=True`: whether collection is on. Otherwise it has no effect. "
         "The older name `switch` is accepted.",
     )
-    alert: AlertConfig = Field(AlertConfig(), description="Alert rules, and whether anomalies are written to files.")
+    alert: AlertConfig = Field(
+        AlertConfig(), description="Alert rules, and whether anomalies are written to files; see `docs/alerts.md`."
+    )
     format: Literal["csv", "tensorboard", "api"] = Field(
         "csv", description="`csv` files; `tensorboard` event files; `api`: memory only."
     )

@@ -52,7 +52,6 @@ DIFFERENT = {
     "config-whole-number-for-eps": "D43",
     "no-times": "D44",
     "config-activations": "D46",
-    "config-alerts": "D46",
     "config-directions": "D46",
     "no-main-grad": "D50",
     "argument-no-number": "D51",
@@ -69,7 +68,6 @@ REFUSED = {
     "config-zero-interval": "step_interval",
     "config-unknown-format": "format",
     "config-activations": "xy_distribution",
-    "config-alerts": "alert.rules",
     "config-directions": "mg_direction",
     "argument-no-number": "start_iteration",
 }

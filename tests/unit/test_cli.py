@@ -38,7 +38,9 @@ def msmon(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["print-struct"], ["run"], ["validate-config"]], ids=lambda command: "".join(command) or "msmon"
+    "command",
+    [[], ["analyse"], ["print-struct"], ["run"], ["validate-config"]],
+    ids=lambda command: "".join(command) or "msmon",
 )
 def test_help_is_frozen(command: list[str], tmp_path: Path) -> None:
     """`--help` of every command, and `-h`, print what the snapshot holds; UPDATE_SNAPSHOTS=1 writes it anew."""

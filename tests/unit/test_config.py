@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 from pydantic import ValidationError
 
 from msmon import env
+from msmon.alerts.catalogue import CATALOGUE, default_rules
+from msmon.alerts.rules import RULES
 from msmon.config.availability import FEATURES
 from msmon.config.explain import as_documents, explain
 from msmon.config.load import load_config, parse_config, read_document
-from msmon.config.schema import MonitorConfig, json_schema
+from msmon.config.schema import MonitorConfig, RuleName, json_schema
 from msmon.errors import MISSING, ConfigError, ExitCode, Problem
 
 if TYPE_CHECKING:
@@ -144,6 +146,12 @@ def test_frozen() -> None:
         ({"alert": {"rules": [{**NAN_RULE, "args": {"threshold": -1}}]}}, "alert.rules[0].args.threshold", "should be greater", ""),
         ({"alert": {"rules": [{**NAN_RULE, "args": {"threshold": "a"}}]}}, "alert.rules[0].args.threshold", "must be a number", ""),
         ({"alert": {"rules": [NAN_RULE, {"rule_name": "AnomalyTurbulence"}]}}, "alert.rules[1]", "threshold", ""),  # P51
+        ({"alert": {"rules": [{"rule_name": "AnomalyInf", "args": {"threshold": 1}}]}}, "alert.rules[0]", "no argument `threshold`", ""),
+        ({"alert": {"rules": [{"rule_name": "AnomalyDead", "args": {"step": 3}}]}}, "alert.rules[0].args.step", "unknown key", "did you mean `steps`?"),
+        ({"alert": {"rules": [{**NAN_RULE, "kind": ["actv"]}]}}, "alert.rules[0].kind", "unknown key", "did you mean `kinds`?"),
+        ({"alert": {"rules": [{**NAN_RULE, "function": "os:system"}]}}, "alert.rules[0].function", "unknown key", "known are"),
+        ({"alert": {"rules": [{"rule_name": "os:system"}]}}, "alert.rules[0].rule_name", "unknown value", "known are"),
+        ({"alert": {"on_alert_command": "ls"}}, "alert.on_alert_command", "unknown key", "known are"),
         ({"alert": {"dump": 2}}, "alert.dump", "must be true or false", "without quotes"),
         ({"step_count_per_record": "3"}, "step_count_per_record", "must be a whole number", "the default is 1"),  # P79
         ({"step_count_per_record": 0}, "step_count_per_record", "should be greater than or equal to 1", "the default is 1"),
@@ -261,8 +269,6 @@ NOT_YET = [
     ({"ur_distribution": True}, "ur_distribution", "updates of the optimizer"),
     ({"cc_distribution": {"enable": True}}, "cc_distribution.enable", "communication"),
     ({"recording_l2_features": True}, "recording_l2_features", "high-order features"),
-    ({"alert": {"rules": [NAN_RULE]}}, "alert.rules", "alerts"),
-    ({"alert": {"dump": True}}, "alert.dump", "alerts"),
     ({"format": "tensorboard"}, "format", "tensorboard"),
 ]
 
@@ -294,8 +300,8 @@ def test_dynamic_is_not_available_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_not_available_problems_are_all_named() -> None:
     """Several such keys are named together."""
-    document = {"alert": {"rules": [NAN_RULE], "dump": True}, "format": "tensorboard"}
-    assert [found.path for found in problems(document)] == ["alert.rules", "alert.dump", "format"]
+    document = {"ur_distribution": True, "mg_direction": True, "format": "tensorboard"}
+    assert [found.path for found in problems(document)] == ["mg_direction", "ur_distribution", "format"]
 
 
 # The original's guide, section by section.
@@ -309,6 +315,7 @@ GUIDE_ACCEPTED: list[dict[str, Any]] = [
     {"targets": {}, "xy_distribution": True, "forward_only": False, "all_xy": True, "ops": ["norm"]},
     {"targets": {}, "format": "csv", "stack_info": True},
     {"print_struct": True},
+    {"alert": {"rules": [NAN_RULE, TURBULENCE], "dump": True}},
 ]
 GUIDE_WHOLE = {
     "targets": {
@@ -346,8 +353,7 @@ GUIDE_WHOLE = {
 }
 GUIDE_NOT_YET: list[tuple[dict[str, Any], list[str]]] = [
     ({"l2_targets": {"linear_hook": ["0:0.self_attention.linear_qkv"]}, "recording_l2_features": True, "sa_order": "b,s,h,d"}, ["recording_l2_features"]),
-    ({"alert": {"rules": [NAN_RULE, TURBULENCE], "dump": True}}, ["alert.rules", "alert.dump"]),
-    (GUIDE_WHOLE, ["ur_distribution", "cc_distribution.enable", "alert.rules"]),
+    (GUIDE_WHOLE, ["ur_distribution", "cc_distribution.enable"]),
 ]  # fmt: skip
 
 
@@ -359,7 +365,7 @@ def test_guide_examples_that_work(document: dict[str, Any]) -> None:
         assert key in config.model_fields_set
 
 
-@pytest.mark.parametrize(("document", "paths"), GUIDE_NOT_YET, ids=["l2", "alert", "whole"])
+@pytest.mark.parametrize(("document", "paths"), GUIDE_NOT_YET, ids=["l2", "whole"])
 def test_guide_examples_that_do_not_work_yet(document: dict[str, Any], paths: list[str]) -> None:
     """Those that need a feature of a later version are refused for that, and for nothing else."""
     found = problems(document)
@@ -372,11 +378,34 @@ def test_whole_guide_example_without_later_features() -> None:
     changed = {
         "ur_distribution": False,
         "cc_distribution": {"enable": False, "cc_codeline": []},
-        "alert": {"rules": [], "dump": False},
     }
     config = parsed({**GUIDE_WHOLE, **changed})
     assert config.ndigits == 12
     assert config.targets["language_model.encoder.layers.0"].output_grad == "tuple[1]:0"
+
+
+RULE_NAMES = get_args(RuleName)
+
+
+def test_rule_names() -> None:
+    """The names that the schema knows are those of the catalogue and of the registry."""
+    assert set(RULE_NAMES) == CATALOGUE.keys() == RULES.keys()
+
+
+@pytest.mark.parametrize("name", RULE_NAMES)
+def test_arguments_of_rules(name: RuleName) -> None:
+    """A rule knows all its arguments, given or not; ``null`` leaves a part out."""
+    entry = CATALOGUE[name]
+    needed = dict.fromkeys(entry.required, 0.5)
+    (rule,) = parsed({"alert": {"rules": [{"rule_name": name, "args": needed}]}}).alert.rules
+    assert rule.arguments == {**entry.arguments, **needed}
+
+
+def test_default_rules_are_a_configuration() -> None:
+    """The rules of ``--alerts`` can be written into a file."""
+    names = [rule.rule_name for rule in parsed({"alert": {"rules": default_rules()}}).alert.rules]
+    assert "AnomalyNan" in names
+    assert "AnomalyTurbulence" not in names
 
 
 # Files
