@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from msmon.alerts.anomaly import BEFORE, Anomaly, Signal, stage_of
+from msmon.alerts.anomaly import BEFORE, FORWARD, Anomaly, Signal, stage_of
 from msmon.alerts.catalogue import CATALOGUE
 from msmon.alerts.observations import Layout, Observations
 from msmon.alerts.rules import RULES, Verdict
@@ -188,25 +188,25 @@ class _Found:
 
 
 class Findings:
-    """The anomalies of one step, in the order in which they came to be; made one by one when asked for."""
+    """The anomalies of one step, in the order of :func:`msmon.alerts.anomaly.order_of`; made when asked for."""
 
-    def __init__(self, make: Callable[[_Found, int], Anomaly], found: Sequence[_Found]) -> None:
+    def __init__(self, make: Callable[[_Found, int, int], Anomaly], found: Sequence[_Found], last: int) -> None:
         self._make = make
         self._places: list[tuple[tuple[int, ...], _Found, int]] = []
         for one in found:
             for row in np.nonzero((one.rule >= 0).any(axis=1))[0].tolist():
                 described = one.block.layout.rows[row]
                 stage = stage_of(described.kind)
-                without = -1 if stage == BEFORE else 2**31
-                micro = without if described.micro_step is None else described.micro_step
-                self._places.append(((micro, stage, int(one.block.positions[row])), one, row))
+                chunk = described.stage if stage == FORWARD else -described.stage
+                order = (_micro_step(described, last), stage, chunk, int(one.block.positions[row]))
+                self._places.append((order, one, row))
         self._places.sort(key=lambda place: place[0])
 
     def __len__(self) -> int:
         return len(self._places)
 
     def __iter__(self) -> Iterator[Anomaly]:
-        return (self._make(found, row) for _, found, row in self._places)
+        return (self._make(found, row, order[0]) for order, found, row in self._places)
 
     def first(self, count: int) -> list[Anomaly]:
         """The first of them."""
@@ -251,7 +251,7 @@ class Evaluator:
             if (one.rule >= 0).any():
                 found.append(one)
         last = _last_micro_step(step) if found else 0
-        return Findings(lambda one, row: self._anomaly(step, one, row, last), found)
+        return Findings(lambda one, row, micro_step: self._anomaly(step, one, row, micro_step), found, last)
 
     def _apply(self, number: int, rule: AppliedRule, one: _Found, step: RecordedStep, *, lenient: bool) -> None:
         if number not in one.block.views:
@@ -276,13 +276,12 @@ class Evaluator:
             known = self._known[step.model] = (step.rows, statistics, _split(step.rows, statistics))
         return known[2]
 
-    def _anomaly(self, step: RecordedStep, one: _Found, row: int, last: int) -> Anomaly:
+    def _anomaly(self, step: RecordedStep, one: _Found, row: int, micro_step: int) -> Anomaly:
         described = one.block.layout.rows[row]
-        without = 0 if stage_of(described.kind) == BEFORE else last
         return Anomaly(
             rank=self._rank,
             step=step.step,
-            micro_step=without if described.micro_step is None else described.micro_step,
+            micro_step=micro_step,
             pp_stage=self._pp_stage,
             vpp_stage=described.stage,
             call_id=int(one.block.positions[row]),
@@ -314,6 +313,13 @@ def _split(rows: Sequence[Row], statistics: tuple[str, ...]) -> list[_Block]:
         )
         for columns, found in places.items()
     ]
+
+
+def _micro_step(row: Row, last: int) -> int:
+    """The row's own; the first of what is there before all micro-batches, the last of what comes after them."""
+    if row.micro_step is not None:
+        return row.micro_step
+    return 0 if stage_of(row.kind) == BEFORE else last
 
 
 def _last_micro_step(step: RecordedStep) -> int:

@@ -19,6 +19,8 @@ from msmon_cli import console
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from msmon.config.schema import MonitorConfig
+
 WHAT, SELECTION, ALERTS, OUTPUT = "What to watch", "Selection", "Alerts", "Output"
 OPTIONS = {
     "xy_distribution": "--activations",
@@ -254,6 +256,7 @@ def run(  # noqa: PLR0917 - Typer calls it by name
         notes.append("forward_only and backward_only are both on: no activations will be recorded")
     if not checked.kinds:
         notes.append("no kind of data is switched on, so nothing will be recorded; add --gradients, for instance")
+    notes += _alert_notes(checked, extra)
     for note in [*notes, *launch.warnings_about(command)]:
         console.show_warning(note)
     launch.run_command(executable, command, environment)
@@ -266,6 +269,15 @@ def _add_alerts(options: dict[str, Any], wanted: bool | None) -> None:
         options["alert"] = {"rules": default_rules(), "dump": True}
     elif wanted is not None:
         options["alert"] = {"rules": [], "dump": False}
+
+
+def _alert_notes(checked: MonitorConfig, extra: dict[str, Any]) -> list[str]:
+    """What was asked for and cannot happen."""
+    if extra and not checked.alert.rules and not extra.get("rules"):
+        return ["no alert rule is on, so nothing will come of the options for alerts; add --alerts"]
+    if extra and checked.format == "api":
+        return ["format api keeps nothing, and applies no alert rule"]
+    return []
 
 
 def _alert_options(on_alert: OnAlert | None, command: str, rules: list[str]) -> dict[str, Any]:
