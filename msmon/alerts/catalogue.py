@@ -39,7 +39,7 @@ CATALOGUE: Mapping[str, Entry] = {
     "AnomalyNan": Entry({"threshold": None}),
     "AnomalyTurbulence": Entry({"threshold": None}, required=("threshold",), ops=("norm", "mean"), default=False),
     "AnomalyInf": Entry(ops=("min", "max", "norm", "mean")),
-    "AnomalySpike": Entry({"threshold": 8.0, "factor": 10.0, "warm_up": 20}, ops=("norm",)),
+    "AnomalySpike": Entry({"threshold": 8.0, "factor": 30.0, "warm_up": 20}, ops=("norm",)),
     "AnomalyGradient": Entry({"low": 1e-12, "high": 1e6, "steps": 20}, ops=("norm",), kinds=GRADIENTS),
     "AnomalyDead": Entry({"steps": 20}, ops=("norm",), kinds=(*GRADIENTS, "actv")),
     "AnomalyUpdateRatio": Entry(

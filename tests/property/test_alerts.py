@@ -71,7 +71,8 @@ def test_ranking_is_a_total_order(found: list[dict[str, Any]]) -> None:
     """No two entries are equal, any order of the input gives the same ranking, and steps never go back."""
     keyed = [(f"key{number}", one) for number, one in enumerate(found)]
     ranked = sorted(keyed, key=lambda one: order_of(*one))
-    assert ranked == sorted(keyed[::-1], key=lambda one: order_of(*one))
+    backwards = list(reversed(keyed))
+    assert ranked == sorted(backwards, key=lambda one: order_of(*one))
     assert len({order_of(*one) for one in keyed}) == len(keyed)
     for before, after in itertools.pairwise(ranked):
         first, second = order_of(*before), order_of(*after)

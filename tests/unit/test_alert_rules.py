@@ -165,7 +165,7 @@ def test_spike_formula() -> None:
         x = math.log10(value)
         if count == 0:
             centre = x
-        away, limit = x - centre, max(3 * spread, 1.0) if count >= 20 else INF
+        away, limit = x - centre, max(3 * spread, math.log10(30)) if count >= 20 else INF
         pull = min(max(away, -limit), limit)
         weight = max(0.05, 1 / (count + 1))
         count, centre, spread = count + 1, centre + weight * pull, spread + weight * (abs(pull) - spread)
