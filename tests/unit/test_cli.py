@@ -413,7 +413,7 @@ def test_the_zsh_script_completes_when_it_is_autoloaded() -> None:
     ("words", "expected"),
     [
         (["msmon", "ru"], {"run"}),
-        (["msmon", ""], {"print-struct", "run", "validate-config"}),
+        (["msmon", ""], {"analyse", "print-struct", "run", "validate-config"}),
         (["msmon", "run", "--opt"], {"--optimizer-state"}),
         (["msmon", "validate-config", "--"], {"--schema", "--explain", "--json", "--help"}),
     ],
