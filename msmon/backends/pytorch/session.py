@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from msmon import env, log
+from msmon.alerts.setup import make_alerts
+from msmon.alerts.stage import JudgedSink
 from msmon.backends.pytorch import events
 from msmon.backends.pytorch.adapters import choose_adapter
 from msmon.backends.pytorch.devices import capturing
@@ -32,6 +34,7 @@ from msmon.backends.pytorch.dynamic import DynamicRun
 from msmon.backends.pytorch.kernels.choose import choose_kernel
 from msmon.backends.pytorch.place import current_place, leave_process_group, shared_run_id
 from msmon.backends.pytorch.run_report import describe_model, run_report
+from msmon.backends.pytorch.stop import CommonStop
 from msmon.backends.pytorch.taps import stacks
 from msmon.backends.pytorch.taps.communication import CommunicationTap
 from msmon.backends.pytorch.taps.reduction import Reduction
@@ -56,6 +59,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from msmon.alerts.options import AlertOptions
+    from msmon.alerts.stage import Alerts
     from msmon.backends.pytorch.events import Arguments
     from msmon.backends.pytorch.module_calls import ModuleCalls
     from msmon.config.schema import MonitorConfig
@@ -82,25 +87,26 @@ class _Output:
     rank: int
     config: MonitorConfig
     writer: Writer
+    alerts: Alerts | None
 
     @classmethod
-    def into(cls, directory: Path, rank: int, config: MonitorConfig) -> _Output:
-        return cls(directory, rank, config, Writer(_make_sink(directory, rank, config)))
+    def into(cls, directory: Path, rank: int, config: MonitorConfig, alerts: Alerts | None) -> _Output:
+        return cls(directory, rank, config, Writer(_make_sink(directory, rank, config, alerts)), alerts)
 
     def submit(self, table: StepTable, config: MonitorConfig) -> None:
         if config is not self.config:
             self.config = config
             self.writer.drain()
             self.writer.sink.close()
-            self.writer.sink = _make_sink(self.directory, self.rank, config)
+            self.writer.sink = _make_sink(self.directory, self.rank, config, self.alerts)
         self.writer.submit(table)
 
 
-def _make_sink(directory: Path, rank: int, config: MonitorConfig) -> Sink:
-    table = CsvSink(directory, config.columns, config.ndigits, config.step_count_per_record)
+def _make_sink(directory: Path, rank: int, config: MonitorConfig, alerts: Alerts | None) -> Sink:
+    sink: Sink = CsvSink(directory, config.columns, config.ndigits, config.step_count_per_record)
     if config.ur_distribution and tensorboard.installed():
-        return SeveralSinks(table, TensorBoardSink(directory, rank, len(config.statistics)))
-    return table
+        sink = SeveralSinks(sink, TensorBoardSink(directory, rank, len(config.statistics)))
+    return sink if alerts is None else JudgedSink(sink, config.statistics, alerts)
 
 
 class Session:
@@ -113,6 +119,8 @@ class Session:
         on_training: Called when a backward pass begins and, with the optimizer, when one steps that is not watched:
             may add models.
         config_path: Where the configuration was read from. With ``DYNAMIC_MONITOR`` the file is followed.
+        alert_options: What the command line says of alerts.
+        pipeline: Place of this rank in its pipeline, and the ranks of that.
     """
 
     def __init__(
@@ -123,6 +131,8 @@ class Session:
         injected: dict[str, Any] | None = None,
         on_training: Callable[[Optimizer | None], None] | None = None,
         config_path: str = "",
+        alert_options: AlertOptions | None = None,
+        pipeline: Callable[[], tuple[int, Sequence[int]]] | None = None,
     ) -> None:
         self.config = config
         self.watches: list[Watch] = []
@@ -138,6 +148,9 @@ class Session:
         self._output_root = Path(output_root or env.output_root())
         self._injected = injected or {}
         self._on_training = on_training
+        self._alert_options = alert_options
+        self._pipeline = pipeline
+        self._common_stop: CommonStop | None = None
         self._termination: Termination | None = None
         self._number = next(_numbers)
         self._dynamic = (
@@ -325,7 +338,7 @@ class Session:
                 self._scales.pop(id(optimizer), None)
                 self.guard.run(self._step_ends, watch, optimizer)
             self._stepping.pop()
-        if self._stopping:
+        if self._stopping or (self._common_stop is not None and self._common_stop.due(self.steps_seen)):
             self._stop()
 
     def _step_ends(self, watch: Watch, optimizer: Optimizer, *, skipped: bool = False) -> None:
@@ -461,8 +474,38 @@ class Session:
             self._unwritable = True
             log.say(f"{error}: nothing is recorded, training goes on")
             return
-        self.output = _Output.into(directory, self.place.rank, self.config)
+        self.output = _Output.into(directory, self.place.rank, self.config, self._make_alerts(directory, identity))
         self._describe_run()
+
+    def _make_alerts(self, directory: Path, run: str) -> Alerts | None:
+        """What judges the steps, ``None`` without rules."""
+        place = self.place
+        if place is None:
+            return None
+        partly = bool(self.config.module_ranks) and place.world_size > 1
+        pp_stage, group_mates = self.guard.run(self._pipeline) or (0, ()) if self._pipeline else (0, ())
+        alerts = Guard("alerts").run(
+            make_alerts,
+            self.config.alert,
+            self._alert_options,
+            rank=place.rank,
+            pp_stage=pp_stage,
+            group_mates=group_mates,
+            root=self._output_root,
+            run=run,
+            directory=directory.name,
+            stop=self._stop_at_alert,
+        )
+        if alerts is not None and alerts.stops and partly:
+            log.say("--on-alert stop needs all ranks, and module_ranks leaves some out: nothing will be stopped")
+        elif alerts is not None and alerts.stops:
+            self._common_stop = CommonStop(place, f"msmon/{run}/{self._number}")
+        return alerts
+
+    def _stop_at_alert(self, message: str) -> None:
+        log.say(f"stopping, as --on-alert stop asks: {message}", once="stop")
+        if self._common_stop is not None:
+            self._common_stop.ask()
 
     def _emit(self, table: StepTable, config: MonitorConfig) -> None:
         self._late.append((table, config))
@@ -525,6 +568,8 @@ class Session:
         self._submit()
         if self.output is not None:
             self.output.writer.drain()
+        if self._common_stop is not None:
+            self._common_stop.close()
         self.guard.run(self._summarize)
 
     def _summarize(self) -> None:
@@ -536,6 +581,13 @@ class Session:
         cut = f", {self.steps_cut_short} more cut short" if self.steps_cut_short else ""
         log.say(f"{self.steps_seen} training steps seen, {self.steps_collected} collected{cut}{lost}")
         log.say(f"output: {self.output.directory}")
+        alerts = self.output.alerts
+        if alerts is not None and alerts.first is not None:
+            log.say(f"anomalies on this rank: {alerts.found:,}, the first: {alerts.first.message}")
+            log.say(f"next:   msmon analyse {shlex.quote(str(self._output_root))}")
+            return
+        if alerts is not None:
+            log.say("no anomaly on this rank")
         example = _example_file(self.output.directory)
         if example is not None:
             log.say(f"next:   head {shlex.quote(str(example))}")
@@ -560,6 +612,8 @@ class Session:
             self._termination.undo()
         if self.output is not None:
             self.output.writer.close()
+        if self._common_stop is not None:
+            self._common_stop.close()
         _sessions.discard(self)
 
     def after_fork(self) -> None:
@@ -568,7 +622,7 @@ class Session:
             self._termination.after_fork()
             self._termination = None
         self._lock = threading.RLock()
-        self.output = None
+        self.output = self._common_stop = None
         self.place = None
         self._under_way.clear()
         self._models.clear()
