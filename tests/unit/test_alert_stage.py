@@ -57,36 +57,36 @@ def read(root: Path) -> dict[str, Any]:
 # What is said
 
 
-def test_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines(capfd: pytest.CaptureFixture[str]) -> None:
     """A line a tensor, at most five a step, then how many more."""
     alerts = Alerts(evaluator("AnomalyNan"))
     alerts.judge(bad(3, "a", "b", good=2), ["norm"])
-    assert capsys.readouterr().err.splitlines() == [
+    assert capfd.readouterr().err.splitlines() == [
         "msmon: anomaly: AnomalyNan: norm nan in 0:a/rank0/grad_reduced at step 3",
         "msmon: anomaly: AnomalyNan: norm nan in 0:b/rank0/grad_reduced at step 3",
     ]
     alerts = Alerts(evaluator("AnomalyNan"))
     alerts.judge(bad(4, *"abcdefgh"), ["norm"])
-    lines = capsys.readouterr().err.splitlines()
+    lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 6
     assert lines[-1] == "msmon: anomaly: and 3 more at step 4"
     assert (alerts.found, alerts.first and alerts.first.name) == (8, "a")
 
 
-def test_what_goes_on_is_not_said_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_goes_on_is_not_said_again(capfd: pytest.CaptureFixture[str]) -> None:
     """Of a thousand bad steps in a row only what is new, and a line now and then; after a good one it begins anew."""
     alerts = Alerts(evaluator("AnomalyNan"))
     for number in range(1000):
         alerts.judge(bad(number, "a", "b"), ["norm"])
-    assert len(capsys.readouterr().err.splitlines()) == 2 + 9
+    assert len(capfd.readouterr().err.splitlines()) == 2 + 9
     alerts.judge(bad(1000, "c", "a"), ["norm"])
-    assert "0:c/" in capsys.readouterr().err
+    assert "0:c/" in capfd.readouterr().err
     alerts.judge(bad(1001, good=1), ["norm"])
     alerts.judge(bad(1002, "a"), ["norm"])
-    assert "0:a/" in capsys.readouterr().err
+    assert "0:a/" in capfd.readouterr().err
 
 
-def test_order_of_execution(capsys: pytest.CaptureFixture[str]) -> None:
+def test_order_of_execution(capfd: pytest.CaptureFixture[str]) -> None:
     """What is named first came first: weights as found, forward, backward, optimizer, micro-batch by micro-batch."""
     rows = [
         row("w", "grad_reduced"),
@@ -157,18 +157,18 @@ def test_file_can_be_read_at_any_time(tmp_path: Path) -> None:
     assert len(read(tmp_path)) == 400
 
 
-def test_a_restart_adds_to_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_restart_adds_to_the_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Nothing of an earlier run is lost, also when the same step comes again; that the file had content is said."""
     Alerts(evaluator("AnomalyNan"), file=anomaly_file(tmp_path)).judge(bad(1, "a"), ["norm"])
     Alerts(evaluator("AnomalyNan"), file=anomaly_file(tmp_path, "4567abcd")).judge(bad(1, "a", "b"), ["norm"])
-    assert "has 1 anomalies of earlier runs" in capsys.readouterr().err
+    assert "has 1 anomalies of earlier runs" in capfd.readouterr().err
     key = "0:a/rank0/grad_reduced_step_1_call_0"
     assert list(read(tmp_path)) == [key, f"{key}_2", "0:b/rank0/grad_reduced_step_1_call_1"]
     runs = json.loads((tmp_path / "anomaly_detected" / "rank0" / "runs.json").read_text())
     assert {run: described["first"] for run, described in runs.items()} == {"0123abcd": 0, "4567abcd": 1}
 
 
-def test_a_damaged_file_is_put_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_file_is_put_aside(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What cannot be read is kept under another name, and said."""
     folder = tmp_path / "anomaly_detected" / "rank0"
     folder.mkdir(parents=True)
@@ -176,10 +176,10 @@ def test_a_damaged_file_is_put_aside(tmp_path: Path, capsys: pytest.CaptureFixtu
     Alerts(evaluator("AnomalyNan"), file=anomaly_file(tmp_path)).judge(bad(1, "a"), ["norm"])
     assert len(read(tmp_path)) == 1
     assert (folder / "anomaly.unreadable-0123abcd.json").read_text() == '{"half'
-    assert "could not be read" in capsys.readouterr().err
+    assert "could not be read" in capfd.readouterr().err
 
 
-def test_file_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """The first anomalies are kept, the rest is counted."""
     monkeypatch.setattr(files, "LIMIT", 5)
     alerts = Alerts(evaluator("AnomalyNan"), file=anomaly_file(tmp_path))
@@ -187,16 +187,16 @@ def test_file_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         alerts.judge(bad(number, "a", "b"), ["norm"])
     assert [entry["step"] for entry in read(tmp_path).values()] == [0, 0, 1, 1, 2]
     assert alerts.found == 8
-    assert "further ones are counted" in capsys.readouterr().err
+    assert "further ones are counted" in capfd.readouterr().err
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_place_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """It is said once; anomalies are still found and said."""
     (tmp_path / "anomaly_detected").write_text("in the way")
     alerts = Alerts(evaluator("AnomalyNan"), file=anomaly_file(tmp_path))
     for number in range(3):
         alerts.judge(bad(number, "a"), ["norm"])
-    assert capsys.readouterr().err.count("could not be written") == 1
+    assert capfd.readouterr().err.count("could not be written") == 1
     assert alerts.found == 3
 
 
@@ -220,7 +220,7 @@ class Sink:
         self.closed = True
 
 
-def test_a_fault_of_a_rule_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fault_of_a_rule_loses_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     """Rows are kept, the rule is switched off and that is said once, the other rules go on."""
 
     def broken(seen: Observations) -> list[bool]:
@@ -235,7 +235,7 @@ def test_a_fault_of_a_rule_loses_nothing(capsys: pytest.CaptureFixture[str]) -> 
     assert [one.step for one in sink.steps] == [0, 1, 2]
     assert alerts.found == 3
     assert sink.closed
-    assert capsys.readouterr().err.count("rule mine switched off, training goes on: ZeroDivisionError: of mine") == 1
+    assert capfd.readouterr().err.count("rule mine switched off, training goes on: ZeroDivisionError: of mine") == 1
 
 
 def test_a_step_that_is_not_kept_is_judged() -> None:
@@ -265,7 +265,7 @@ def test_custom_rule() -> None:
 
 
 def test_custom_rules_are_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """By module and function, and from entry points; one that cannot be had is said, and the others are used."""
     (tmp_path / "own_checks.py").write_text("class Rules:\n    @staticmethod\n    def large(seen): return None\n")
@@ -276,7 +276,7 @@ def test_custom_rules_are_imported(
     monkeypatch.syspath_prepend(str(tmp_path))
     rules = load_custom_rules(["own_checks:Rules.large", "own_checks:nothing", "nowhere:rule", "own_checks:__name__"])
     assert [rule.name for rule in rules] == ["packaged", "own_checks:Rules.large"]
-    said = capsys.readouterr().err
+    said = capfd.readouterr().err
     assert "rule own_checks:nothing left out: AttributeError" in said
     assert "rule nowhere:rule left out: ModuleNotFoundError" in said
     assert "rule own_checks:__name__ left out: TypeError: it is not callable" in said
@@ -330,11 +330,11 @@ def test_command(tmp_path: Path) -> None:
     wait_for(lambda: out.read_text() == f"{message}0\n" * 2)
 
 
-def test_a_command_that_fails_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_fails_is_said(capfd: pytest.CaptureFixture[str]) -> None:
     """One that is not there, or ends with an error."""
     AlertCommand("/nowhere/at all").start("x")
     said: list[str] = []
-    wait_for(lambda: bool(said.append(capsys.readouterr().err) or "".join(said)))
+    wait_for(lambda: bool(said.append(capfd.readouterr().err) or "".join(said)))
     assert "--on-alert-command: [Errno 2]" in "".join(said)
 
 
