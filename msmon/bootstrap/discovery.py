@@ -18,6 +18,9 @@ modules: dict[int, weakref.ref[Any]] = {}
 on_optimizer: list[Callable[[Any], None]] = []
 """Called with each optimizer when it is constructed."""
 
+stopped = False
+"""The user has asked msmon to end this run (``print_struct``, say), and it is at it."""
+
 counts = {"modules": 0, "optimizers": 0}
 """How many were ever seen: what the message says when nothing could be watched."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -28,6 +30,8 @@ def framework_imported(module: ModuleType, debug: Callable[[str], None]) -> None
         debug: Writes a line where ``MSMON_DEBUG`` asks for it.
     """
     global _debug  # noqa: PLW0603 - one a process
+    if _debug is None:
+        atexit.register(_leave_stopped_run)  # so early that it is called last
     _debug = debug
     debug(f"{module.__name__} imported")
     if hasattr(module, "Optimizer"):
@@ -36,6 +40,15 @@ def framework_imported(module: ModuleType, debug: Callable[[str], None]) -> None
             discovery.on_optimizer.append(_first_optimizer)
     elif hasattr(module, "Module"):
         discovery.note_modules(module.Module)
+
+
+def _leave_stopped_run() -> None:
+    """A run that the user had us stop ends with exit code 0: torch may abort while it takes a process group apart."""
+    if discovery.stopped:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        os._exit(0)
 
 
 def _first_optimizer(optimizer: Any) -> None:  # noqa: ANN401 - torch is not imported here

@@ -184,12 +184,15 @@ def test_a_place_that_cannot_be_written_is_said(runner: Runner) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_asking_for_dynamic_start_in_the_environment_is_refused(runner: Runner) -> None:
-    """DYNAMIC_MONITOR=True is not in this version: exit 2 before the command starts, with the way out."""
-    done = run(runner, "--", "touch", "started", DYNAMIC_MONITOR="True")
+def test_dynamic_start_needs_a_file(runner: Runner) -> None:
+    """--dynamic without --config: exit 2 before the command starts; from the environment alone it is a warning."""
+    done = run(runner, "--dynamic", "--", "touch", "started")
     assert done.returncode == 2
-    assert "unset DYNAMIC_MONITOR" in done.stderr
+    assert "--config" in done.stderr
     assert not (runner.folder / "started").exists()
+    done = run(runner, "--", "touch", "started", DYNAMIC_MONITOR="True")
+    assert done.returncode == 0
+    assert "DYNAMIC_MONITOR" in done.stderr
 
 
 # What the command gets

@@ -148,7 +148,7 @@ def test_compiler_is_imported_when_needed() -> None:
     [("missing", "llvmlite is not installed: pip install msmon[cpu]"), ("failing", "RuntimeError: no such processor")],
 )
 def test_without_a_compiler(
-    broken: str, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    broken: str, reason: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """When nothing can be compiled, statistics are the same, and the reason is said once."""
 
@@ -165,7 +165,7 @@ def test_without_a_compiler(
     chosen = choose_kernel()
     for _ in range(2):
         assert chosen.reduce([torch.ones(4)], [Statistic.NORM], 1e-8).item() == 2.0
-    assert capsys.readouterr().err == f"msmon: slower statistics on CPU ({reason})\n"
+    assert capfd.readouterr().err == f"msmon: slower statistics on CPU ({reason})\n"
 
 
 def test_a_gpu_kernel_is_tried_out() -> None:

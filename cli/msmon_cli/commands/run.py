@@ -288,6 +288,8 @@ def run(  # noqa: PLR0917 - Typer calls it by name
         if config is None:
             raise typer.BadParameter("needs a file to follow: name one with --config", param_hint="--dynamic")
         environment[env.DYNAMIC] = "True"
+    elif config is None and env.dynamic_requested():
+        notes.append(f"{env.DYNAMIC} is set, and there is no file to follow: name one with --config")
     if checked.forward_only and checked.backward_only:
         notes.append("forward_only and backward_only are both on: no activations will be recorded")
     if not checked.kinds:

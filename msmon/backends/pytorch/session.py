@@ -40,6 +40,7 @@ from msmon.backends.pytorch.taps.communication import CommunicationTap
 from msmon.backends.pytorch.taps.reduction import Reduction
 from msmon.backends.pytorch.watch import Watch
 from msmon.backends.pytorch.watched import Naming
+from msmon.bootstrap import discovery
 from msmon.plan.selection import Selection
 from msmon.runtime.guard import Guard
 from msmon.runtime.interruption import from_signal_handler
@@ -385,7 +386,7 @@ class Session:
             SystemExit: The first time, on the main thread; it runs the script's own ``finally`` blocks.
         """
         if not self._stopped and threading.current_thread() is threading.main_thread():
-            self._stopped = True
+            self._stopped = discovery.stopped = True
             self.finish()
             atexit.register(leave_process_group)
             raise SystemExit(0)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from msmon import log
 from msmon.backends.pytorch.kernels.eager import EagerKernel
 from msmon.backends.pytorch.kernels.host import HostKernel
+from msmon.runtime.interruption import from_signal_handler
 from msmon.stats.definitions import Statistic
 
 if TYPE_CHECKING:
@@ -69,7 +70,9 @@ def _of_host() -> Kernel[Tensor]:
         return FusedKernel(host)
     except ModuleNotFoundError as error:
         reason = f"{error.name} is not installed: pip install msmon[cpu]"
-    except Exception as error:  # noqa: BLE001 - whatever is wrong with a compiler, there is a kernel without one
+    except Exception as error:
+        if from_signal_handler(error):
+            raise
         reason = f"{type(error).__name__}: {error}"
     log.say(f"slower statistics on CPU ({reason})", once="kernel:host")
     return host
@@ -86,7 +89,9 @@ def _of_device(device: torch.device) -> Kernel[Tensor]:
         _try_out(kernel, eager, device)
     except ModuleNotFoundError as error:
         reason = f"{error.name} is not installed"
-    except Exception as error:  # noqa: BLE001 - Triton needs a driver and a C compiler; there is a kernel without it
+    except Exception as error:
+        if from_signal_handler(error):
+            raise
         reason = f"Triton: {type(error).__name__}: {error}"
     else:
         return kernel
