@@ -571,6 +571,8 @@ class Session:
             self.output.writer.drain()
         if self._common_stop is not None:
             self._common_stop.close()
+        if self._dynamic is not None:
+            self._dynamic.stop()  # a thread inside the store when the interpreter ends would abort the process
         self.guard.run(self._summarize)
 
     def _summarize(self) -> None:
