@@ -25,6 +25,8 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from side_by_side import ask, cpu_model
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -96,6 +98,7 @@ class Worker:
     """A process that computes when asked, in its own environment."""
 
     def __init__(self, name: str, python: str, threads: int) -> None:
+        self.name = name
         self.process = subprocess.Popen(
             [python, __file__, "--worker", name, "--threads", str(threads)],
             stdin=subprocess.PIPE,
@@ -105,14 +108,7 @@ class Worker:
         )
 
     def ask(self, **case: Any) -> dict[str, Any]:
-        assert self.process.stdin
-        assert self.process.stdout
-        self.process.stdin.write(json.dumps(case) + "\n")
-        self.process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self.process.stdout.readline() or "{}")
-        if not answer:
-            raise SystemExit(f"a process ended with exit code {self.process.wait()}")
-        return answer
+        return ask(self.process, self.name, **case)
 
 
 def summarize(rounds: list[dict[str, float]]) -> dict[str, Any]:
@@ -128,14 +124,6 @@ def summarize(rounds: list[dict[str, float]]) -> dict[str, Any]:
         "to_pass": {name: ratio(name, PASS) for name in contenders},
         "original_to": {name: ratio("original", name) for name in KERNELS if "original" in contenders},
     }
-
-
-def cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def as_markdown(figures: dict[str, Any]) -> str:

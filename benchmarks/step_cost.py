@@ -30,6 +30,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from side_by_side import ask, cpu_model
+
 SIX = ["min", "max", "norm", "mean", "zeros", "nans"]
 SWITCHES = {
     "gradients": "wg_distribution",
@@ -78,14 +80,7 @@ class Worker:
     memory_before_mb: float = 0.0
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        assert self.process.stdin
-        assert self.process.stdout
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self.process.stdout.readline() or "{}")
-        if not answer:
-            raise SystemExit(f"the variant `{self.name}` ended with exit code {self.process.wait()}")
-        return answer
+        return ask(self.process, self.name, **request)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -186,14 +181,6 @@ def compare(workers: dict[str, Worker], kinds: list[str]) -> dict[str, Any]:
 def quartiles(values: list[float]) -> list[float]:
     low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
     return [round(low, 4), round(high, 4)]
-
-
-def cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def show_progress(done: int, rounds: int) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from msmon import env, log
 from msmon.bootstrap import discovery
@@ -45,10 +45,15 @@ def framework_imported(module: ModuleType, debug: Callable[[str], None]) -> None
 def _leave_stopped_run() -> None:
     """A run that the user had us stop ends with exit code 0: torch may abort while it takes a process group apart."""
     if discovery.stopped:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                stream.flush()
-        os._exit(0)
+        leave_at_once()
+
+
+def leave_at_once() -> NoReturn:
+    """End the process with exit code 0, without asking anybody else; what was printed is not lost."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(0)
 
 
 def _first_optimizer(optimizer: Any) -> None:  # noqa: ANN401 - torch is not imported here

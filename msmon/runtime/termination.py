@@ -23,9 +23,9 @@ import socket
 import struct
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msmon.runtime.frames import MSMON, frames_from
 from msmon.runtime.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ _signal, _getsignal = signal.signal, signal.getsignal
 _masks: dict[int, set[int]] = {}
 _STOP = 0
 _CREDENTIALS = struct.Struct("iII")  # process, user, group: what Linux attaches to what it passes through a socket
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 class Termination:
@@ -205,11 +204,7 @@ def _nothing() -> None:
 
 
 def _inside_msmon(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_filename.startswith(_PACKAGE):
-            return True
-        frame = frame.f_back
-    return False
+    return any(outer.f_code.co_filename.startswith(MSMON) for outer in frames_from(frame, without=()))
 
 
 def _before_fork() -> None:

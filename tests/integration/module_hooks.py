@@ -87,6 +87,13 @@ def sgd(model: Any) -> Any:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def watched_net(watch: Any) -> tuple[Any, Any]:
+    model = Net()
+    optimizer = sgd(model)
+    watch(model, optimizer)
+    return model, optimizer
+
+
 def step(model: Any, optimizer: Any, number: int = 0, call: Any = None) -> float:
     optimizer.zero_grad()
     loss = (model if call is None else call)(batch(number)).pow(2).mean()
@@ -220,9 +227,7 @@ def scripted_and_traced(watch: Any) -> Any:
 
 @scenario
 def script_of_the_watched(watch: Any) -> Any:
-    model = Net()
-    optimizer = sgd(model)
-    watch(model, optimizer)
+    model, optimizer = watched_net(watch)
     losses = [step(model, optimizer)]
     script, trace = torch.jit.script(model), torch.jit.trace(model, batch(3))
     copied = torch.jit.script(copy.deepcopy(model))
@@ -234,9 +239,7 @@ def script_of_the_watched(watch: Any) -> Any:
 
 @scenario
 def exported(watch: Any) -> Any:
-    model = Net()
-    optimizer = sgd(model)
-    watch(model, optimizer)
+    model, optimizer = watched_net(watch)
     losses = [step(model, optimizer)]
     graphs = [str(torch.export.export(model, (batch(),), strict=strict).graph) for strict in (False, True)]
     graphs.append(str(torch.fx.symbolic_trace(model).graph))
@@ -252,9 +255,7 @@ def fake_tensors(watch: Any) -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
 
-    model = Net()
-    optimizer = sgd(model)
-    watch(model, optimizer)
+    model, optimizer = watched_net(watch)
     losses = [step(model, optimizer)]
     with FakeTensorMode(allow_non_fake_inputs=True):
         shape = list(model(torch.empty(6, 8)).shape)
@@ -271,9 +272,7 @@ def fake_tensors(watch: Any) -> Any:
 def functional(watch: Any) -> Any:
     from torch.func import functional_call, grad, jvp, vmap
 
-    model = Net()
-    optimizer = sgd(model)
-    watch(model, optimizer)
+    model, optimizer = watched_net(watch)
     losses = [step(model, optimizer)]
     params = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
@@ -423,9 +422,7 @@ def exception_in_backward(watch: Any) -> Any:
         def backward(ctx: Any, gradient: Any) -> Any:
             raise ValueError("in backward")
 
-    model = Net()
-    optimizer = sgd(model)
-    watch(model, optimizer)
+    model, optimizer = watched_net(watch)
     errors = []
     for number in range(3):
         try:
@@ -445,9 +442,7 @@ def exception_in_backward(watch: Any) -> Any:
 def copies(watch: Any) -> Any:
     import pickle
 
-    model = Net()
-    optimizer = sgd(model)
-    watch(model, optimizer)
+    model, optimizer = watched_net(watch)
     step(model, optimizer)
     averaged = copy.deepcopy(model)
     swa = torch.optim.swa_utils.AveragedModel(model)
@@ -496,9 +491,7 @@ def own_hooks(watch: Any) -> Any:
 
 @scenario
 def modules_change(watch: Any) -> Any:
-    model = Net()
-    optimizer = sgd(model)
-    watch(model, optimizer)
+    model, optimizer = watched_net(watch)
     step(model, optimizer)
     model.act = nn.Sequential(nn.Tanh(), nn.Linear(8, 8))
     optimizer.add_param_group({"params": list(model.act.parameters())})
@@ -733,9 +726,7 @@ def selective_checkpoint(watch: Any) -> Any:
         counted.append(str(op))
         return CheckpointPolicy.MUST_SAVE
 
-    model = Net()
-    optimizer = sgd(model)
-    watch(model, optimizer)
+    model, optimizer = watched_net(watch)
 
     def call(x: Any) -> Any:
         return checkpoint(
@@ -749,9 +740,7 @@ def selective_checkpoint(watch: Any) -> Any:
 @scenario
 def graphed(watch: Any) -> Any:
     """Modules that are captured in a CUDA graph must have no hooks; without a GPU it fails later than that."""
-    model = Net()
-    optimizer = sgd(model)
-    watch(model, optimizer)
+    model, optimizer = watched_net(watch)
     try:
         torch.cuda.make_graphed_callables(model, (batch(),))
         said = ""
@@ -806,9 +795,7 @@ def steps_in_between(watch: Any) -> Any:
 
 @scenario
 def memory(watch: Any) -> Any:
-    model = Net()
-    optimizer = sgd(model)
-    watch(model, optimizer)
+    model, optimizer = watched_net(watch)
     dead, counts = [], []
     for number in range(300):
         optimizer.zero_grad()
@@ -856,9 +843,7 @@ for _how in ("plain", "frozen", "only_xy"):
 @scenario
 def sharpness(watch: Any) -> Any:
     """SAM: two backward passes, the first of which is thrown away."""
-    model = Net()
-    optimizer = sgd(model)
-    watch(model, optimizer)
+    model, optimizer = watched_net(watch)
     for number in range(3):
         loss = model(batch(number)).pow(2).mean()
         optimizer.zero_grad()

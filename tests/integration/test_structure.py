@@ -217,10 +217,17 @@ def test_every_rank_stops(runner: Runner) -> None:
     ("code", "said"), [("import sys; sys.exit(7)", ""), ("import torch", "without a training step")]
 )
 def test_commands_without_training(runner: Runner, code: str, said: str) -> None:
-    """A command that fails has its exit code passed on; one that does not train is said to be that."""
+    """A command that fails has its exit code passed on; one that does not train is said to be that.
+
+    What an earlier run, a moment ago, has left of another model is not shown as theirs.
+    """
+    earlier = runner.folder / "monitor_output" / "module_struct" / "rank0" / "module_struct.json"
+    earlier.parent.mkdir(parents=True)
+    earlier.write_text('{"0:": {"class": "Earlier"}}')
     done = runner.call([MSMON, "print-struct", "--", sys.executable, "-c", code])
     assert done.returncode == (1 if said else 7)
     assert said in done.stderr
+    assert "Earlier" not in done.stdout
     assert "Traceback" not in done.stderr
 
 

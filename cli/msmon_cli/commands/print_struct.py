@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -69,10 +68,10 @@ def _run(command: list[str]) -> Path:
     environment[env.MAIN_PID] = ""  # what was not seen is said here
     for note in [*notes, *launch.warnings_about(command)]:
         console.show_warning(note)
-    begin = time.time_ns()
-    done = subprocess.run(command, executable=executable, env=environment, stdout=STDERR, check=False)
     folder = Path(env.output_root()) / "module_struct"
-    found = [path for path in folder.glob("rank*/module_struct.json") if path.stat().st_mtime_ns >= begin - 10**9]
+    before = _files(folder)
+    done = subprocess.run(command, executable=executable, env=environment, stdout=STDERR, check=False)
+    found = [path for path, written in _files(folder).items() if before.get(path) != written]
     if done.returncode != 0:
         raise typer.Exit(done.returncode if done.returncode > 0 else 128 - done.returncode)
     if not found:
@@ -80,3 +79,8 @@ def _run(command: list[str]) -> Path:
         raise MsmonError("the command ended without a training step of a model that msmon could see", hint=hint)
     console.show_note(f"{len(found)} rank{'s' if len(found) > 1 else ''}: {os.path.relpath(folder)}")
     return min(found, key=lambda path: int(path.parent.name.removeprefix("rank")))
+
+
+def _files(folder: Path) -> dict[Path, int]:
+    """The file of each rank, and when it was written: those of an earlier run stay there."""
+    return {path: path.stat().st_mtime_ns for path in folder.glob("rank*/module_struct.json")}

@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
 import sys
 import threading
 from dataclasses import dataclass, field
-from pathlib import Path
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -29,6 +27,7 @@ import torch.distributed as dist
 from msmon import log
 from msmon.backends.pytorch import events
 from msmon.backends.pytorch.devices import capturing
+from msmon.runtime.frames import folder_of, frames_from
 from msmon.runtime.guard import Guard
 from msmon.runtime.ledger import Ledger
 
@@ -38,8 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_OURS = str(Path(__file__).parents[2]) + os.sep
-_AUTOGRAD = str(Path(torch.autograd.__file__).parent) + os.sep
+_AUTOGRAD = folder_of(torch.autograd)
 
 
 class _Operator(NamedTuple):
@@ -182,10 +180,7 @@ def call_stack(caller: FrameType | None) -> Iterator[FrameType]:
 
     A device's autograd thread has no frames of the script: there the frames of ``backward()``'s caller follow.
     """
-    while caller is not None:
-        if not caller.f_code.co_filename.startswith(_OURS):
-            yield caller
-        caller = caller.f_back
+    yield from frames_from(caller)
     if torch._C._current_graph_task_id() != -1:  # noqa: SLF001 - autograd has no public name for it
         yield from _frames_of_waiting_backward()
 
@@ -193,11 +188,7 @@ def call_stack(caller: FrameType | None) -> Iterator[FrameType]:
 def _frames_of_waiting_backward() -> Iterator[FrameType]:
     thread = events.waiting_for_backward()
     if thread is not None and thread != get_ident():
-        frame = sys._current_frames().get(thread)  # noqa: SLF001 - the only way to another thread's frames
-        while frame is not None:
-            if not frame.f_code.co_filename.startswith(_OURS):
-                yield frame
-            frame = frame.f_back
+        yield from frames_from(sys._current_frames().get(thread))  # noqa: SLF001 - the only way to another thread's frames
 
 
 def _what_is_missing() -> str:
@@ -519,10 +510,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:  # noqa: ANN401 - a tensor, a list
 
 def _outside() -> FrameType | None:
     """The nearest frame that is not msmon's."""
-    frame: FrameType | None = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame = frame.f_back
-    return frame
+    return next(frames_from(inspect.currentframe()), None)
 
 
 def _on_host(call: Call) -> bool:

@@ -18,12 +18,11 @@ import sys
 import threading
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx._symbolic_trace
 
-from msmon import log
 from msmon.backends.pytorch import events
 from msmon.backends.pytorch.devices import capturing
 from msmon.backends.pytorch.module_hook import ModuleHook
@@ -106,8 +105,14 @@ class Call:
     begin: int = 0
 
 
-class Observer(Protocol):
-    """Looks at calls. Runs guarded by the one who gives it to :class:`ModuleCalls`."""
+class Observer:
+    """Looks at calls; does nothing by itself. Runs guarded by the one who gives it to :class:`ModuleCalls`.
+
+    Attributes:
+        part: Its name in messages.
+    """
+
+    part: str
 
     def begins(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
         """A forward begins; its inputs, with these tensors in them, are as they came."""
@@ -120,6 +125,8 @@ class Observer(Protocol):
 
     def wants(self, call: Call, side: str) -> bool:
         """Whether gradients of this side (:data:`INPUT`, :data:`OUTPUT`) shall be looked for."""
+        del call, side
+        return False
 
     def gradient(self, call: Call, side: str, position: int, gradient: Tensor, micro_step: int) -> None:
         """A backward pass, of this micro-batch, has brought the gradient of one of the tensors of a side."""
@@ -375,7 +382,10 @@ class ModuleCalls:
         found = tensors_of(elements(args, kwargs))
         tensors = [tensor for _, tensor in found]
         call.elements[INPUT] = [element for element, _ in found]
-        if torch.is_grad_enabled():
+        if not call.again:
+            for observer, guard in self._observers:
+                guard.run(observer.begins, call, args, kwargs, tensors)
+        if torch.is_grad_enabled() and self._wants(call, INPUT):
             for position, tensor in enumerate(tensors):
                 edge = _edge(tensor)
                 if edge is not None:
@@ -383,10 +393,7 @@ class ModuleCalls:
                 view = ViewOfBase.of(tensor)
                 if view is not None:
                     call.bases.setdefault(view.edge(tensor), (position, view))
-            call.begin = torch._C._autograd._get_sequence_nr()  # noqa: SLF001 - as above
-        if not call.again:
-            for observer, guard in self._observers:
-                guard.run(observer.begins, call, args, kwargs, tensors)
+        call.begin = torch._C._autograd._get_sequence_nr()  # noqa: SLF001 - as above
 
     def _number(self, watched: WatchedModule) -> Call:
         micro_step = self._micro_step()
@@ -433,12 +440,15 @@ class ModuleCalls:
             return
         if not made:
             return
-        wanted = {side for side in (INPUT, OUTPUT) if any(o.wants(call, side) for o, _ in self._observers)}
-        self._hook_outputs(call, made, count=len(self._thread.calls) == 0 or call.again, wanted=OUTPUT in wanted)
-        if OUTPUT in wanted:
+        output_wanted = self._wants(call, OUTPUT)
+        self._hook_outputs(call, made, count=len(self._thread.calls) == 0 or call.again, wanted=output_wanted)
+        if output_wanted:
             self._hook_bases(call, outputs)
-        if INPUT in wanted:
+        if self._wants(call, INPUT):
             self._hook_inputs(call, [edge for _, edge in made])
+
+    def _wants(self, call: Call, side: str) -> bool:
+        return any(observer.wants(call, side) for observer, _ in self._observers)
 
     def _hook_outputs(self, call: Call, made: Sequence[tuple[int, Edge]], *, count: bool, wanted: bool) -> None:
         if not (count or wanted):
@@ -639,11 +649,3 @@ def _edges_of(node: Node) -> list[tuple[Node, int, Edge]]:
 def _accumulates(node: Node) -> bool:
     """Whether this node is where a leaf's gradient ends."""
     return node.name() == _ACCUMULATE_GRAD
-
-
-def say_compiled(name: str) -> None:
-    """Say once what is recorded of a compiled model."""
-    log.say(
-        f"{name} is compiled: of what it computes inside, activations cannot be seen; its input and output are recorded",
-        once=f"compiled:{name}",
-    )

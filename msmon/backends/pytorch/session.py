@@ -8,7 +8,6 @@ and processes that only construct a model leave no trace.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import itertools
 import json
@@ -41,6 +40,7 @@ from msmon.backends.pytorch.taps.reduction import Reduction
 from msmon.backends.pytorch.watch import Watch
 from msmon.backends.pytorch.watched import Naming
 from msmon.bootstrap import discovery
+from msmon.bootstrap.process import leave_at_once
 from msmon.plan.selection import Selection
 from msmon.runtime.guard import Guard
 from msmon.runtime.interruption import from_signal_handler
@@ -179,7 +179,8 @@ class Session:
         return tap
 
     def _collecting_communication(self) -> bool:
-        collecting = self.watches[0].collecting if self.watches else self.config.start_step == 0
+        first = self.config.start_step == 0 and self._dynamic is None
+        collecting = self.watches[0].collecting if self.watches else first
         return collecting and not capturing()
 
     # What is watched
@@ -391,10 +392,7 @@ class Session:
             atexit.register(leave_process_group)
             raise SystemExit(0)
         self.finish()  # an exception would end this thread only, or somebody has caught the first one
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                stream.flush()
-        os._exit(0)
+        leave_at_once()
 
     def _count_step(self) -> None:
         self.steps_seen += 1
@@ -453,7 +451,7 @@ class Session:
             self._leave()
             return
         self._termination = Termination(self.finish)
-        self._warn_about_targets()
+        self._warn()
 
     def open(self) -> None:
         """Make the directory and start the writer, once. A place that cannot be written is said once."""
@@ -544,19 +542,20 @@ class Session:
                     raise
                 log.say(f"run.json could not be written ({error.strerror})", once="run.json")
 
-    def _warn_about_targets(self) -> None:
+    def _warn(self) -> None:
+        """What in the configuration selects nothing."""
+        if self.config.forward_only and self.config.backward_only and not self._injected:  # `msmon run` has said it
+            log.say("forward_only and backward_only are both on: no activations are recorded", once="forward_only")
         names = [name for watch in self.watches for name in watch.inventory.all_names]
         modules = [name for watch in self.watches if watch.modules for name in watch.modules.names]
         selection = Selection(self.config.targets)
         for name in [*names, *modules]:
             selection.selects(name)
         for target, close in selection.unmatched([*names, *modules]).items():
-            hint = f"; close: {', '.join(close)}" if close else ""
-            log.say(f"target `{target}` matches no module or parameter{hint}", once=f"target:{target}")
+            log.say(f"target `{target}` matches no module or parameter{_hint(close)}", once=f"target:{target}")
         features = next((watch.modules.features for watch in self.watches if watch.modules), None)
         for target, close in features.unmatched(modules).items() if features else ():
-            hint = f"; close: {', '.join(close)}" if close else ""
-            log.say(f"l2_targets: `{target}` is no module{hint}", once=f"l2_target:{target}")
+            log.say(f"l2_targets: `{target}` is no module{_hint(close)}", once=f"l2_target:{target}")
 
     # The end
 
@@ -634,6 +633,10 @@ class Session:
         self._summarized = False
         for watch in self.watches:
             watch.start_anew()
+
+
+def _hint(close: Sequence[str]) -> str:
+    return f"; close: {', '.join(close)}" if close else ""
 
 
 class _Observed:

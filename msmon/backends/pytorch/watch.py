@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from msmon.backends.pytorch.adapters.plain import PlainAdapter
     from msmon.backends.pytorch.module_calls import ModuleCalls
     from msmon.config.schema import MonitorConfig
-    from msmon.plan.dynamic import Decision
     from msmon.record.table import Row, StepTable
 
 
@@ -421,17 +420,20 @@ class Watch:
         self._settled_passes = 0
         if self.modules is not None:
             self.modules.step_is_over()
-        if isinstance(self.gate, DynamicGate):
-            self._follow_file(self.gate.step_ends(self.rounds.step))
-        self._follow_config()
+        if self._hooks_change() or self.config is not self._next_config:
+            self._follow_config()
         self.collecting = self.listening = self.gate.wants(self.rounds.step)
 
-    def _follow_file(self, decision: Decision) -> None:
+    def _hooks_change(self) -> bool:
+        """Whether a file that is followed starts, stops or changes recording now: under the same configuration, maybe."""
+        if not isinstance(self.gate, DynamicGate):
+            return False
+        decision = self.gate.step_ends(self.rounds.step)
         if decision.changed:
             self._next_config = decision.config
-            self.config = decision.config.model_copy()  # the same one may begin again: it counts as another
         if decision.write_back:
             self.finished()
+        return decision.changed
 
     def reconfigure(self, config: MonitorConfig) -> None:
         """Compute other statistics from the next training step on, or at once when this one has no row yet."""
@@ -442,8 +444,6 @@ class Watch:
             self._recorder = StepRecorder()
 
     def _follow_config(self) -> None:
-        if self.config is self._next_config:
-            return
         self.config = self._next_config
         for reduction in (self._reduction, self.communication.reduction if self.communication else self._reduction):
             reduction.change([Statistic(op) for op in self.config.statistics], self.config.eps)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from msmon.backends.pytorch.module_calls import INPUT, OUTPUT
+from msmon.backends.pytorch.module_calls import INPUT, OUTPUT, Observer
 from msmon.backends.pytorch.recorder import describe
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ BACKWARD = "actv_grad"
 Pair = tuple["Row", "Tensor"]
 
 
-class ActivationTap:
-    """See :class:`msmon.backends.pytorch.module_calls.Observer`.
+class ActivationTap(Observer):
+    """Reads the tensors at the boundaries of modules.
 
     A tensor that one module hands to the next is read once: statistics of the latest tensors are kept as long as the
     tensors live and are not written to.

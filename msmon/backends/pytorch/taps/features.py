@@ -10,6 +10,7 @@ from msmon import log
 from msmon.backends.base import UnsupportedTensorError
 from msmon.backends.pytorch import features
 from msmon.backends.pytorch.attention import attention_inputs
+from msmon.backends.pytorch.module_calls import Observer
 from msmon.plan.selection import ModuleSelection
 from msmon.record.table import Row
 
@@ -38,8 +39,8 @@ _FEATURES = {
 """Kind of row → the last part of its name, and its columns."""
 
 
-class FeatureTap:
-    """See :class:`msmon.backends.pytorch.module_calls.Observer`.
+class FeatureTap(Observer):
+    """Reads numbers of a module that stand for more than one tensor.
 
     Attention and logits have a row a call. A weight has one a step, at the module's first forward in it.
 
@@ -99,17 +100,6 @@ class FeatureTap:
         del output
         if self._takes(call, ROUTER_LOGIT):
             self._add(call, ROUTER_LOGIT, lambda: features.router_logit_entropy(_logits(tensors)))
-
-    def fails(self, call: Call) -> None:
-        """Nothing."""
-
-    def wants(self, call: Call, side: str) -> bool:
-        """No gradients."""
-        del call, side
-        return False
-
-    def gradient(self, call: Call, side: str, position: int, gradient: Tensor, micro_step: int) -> None:
-        """Nothing."""
 
     def _takes(self, call: Call, kind: str) -> bool:
         selection = self._selections.get(kind)

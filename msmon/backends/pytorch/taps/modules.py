@@ -6,7 +6,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from msmon import log
-from msmon.backends.pytorch.module_calls import ModuleCalls, WatchedModule, say_compiled
+from msmon.backends.pytorch.module_calls import ModuleCalls, WatchedModule
 from msmon.backends.pytorch.naming import innermost, walk_modules, wrapped_attribute
 from msmon.backends.pytorch.taps.activations import ActivationTap
 from msmon.backends.pytorch.taps.features import FeatureTap
@@ -86,6 +86,7 @@ class ModuleTaps:
         self._modules: list[WatchedModule] = []
         self._names: list[str] = []
         self._collected = False
+        self._looked_at = False
 
     def add_root(self, root: Module, naming: Naming, calls: ModuleCalls | None = None) -> ModuleCalls:
         """Look at the modules of this root too.
@@ -105,6 +106,7 @@ class ModuleTaps:
 
     def look_again(self) -> None:
         """Modules were added or wrapped: hook what is new."""
+        self._looked_at = False
         for calls, naming in self._roots:
             root = calls.root()
             if root is not None:
@@ -180,26 +182,25 @@ class ModuleTaps:
         return {} if self.structure is None else self.structure.document(self._modules)
 
     def say_what_is_compiled(self) -> None:
-        """Say once what cannot be seen inside compiled modules."""
-        if self.activations is None:
+        """After the first collected step, and after one with other modules: say once what cannot be seen."""
+        if self.activations is None or self._looked_at or not self._collected:
             return
+        self._looked_at = True
         for watched in self._modules:
             module = watched.reference()
             if module is None:
                 continue
             if wrapped_attribute(module) == "_orig_mod":
-                say_compiled(watched.name or type(innermost(module)).__name__)
+                name = watched.name or type(innermost(module)).__name__
+                text = "of what it computes inside, activations cannot be seen; its input and output are recorded"
+                log.say(f"{name} is compiled: {text}", once=f"compiled:{name}")
             elif getattr(module, "_compiled_call_impl", None) is not None:
                 name = watched.name or type(module).__name__
-                log.say(
-                    f"{name} was compiled in place: its activations cannot be seen; with torch.compile(model) its "
-                    "input and output can",
-                    once=f"compiled:{name}",
-                )
+                text = "its activations cannot be seen; with torch.compile(model) its input and output can"
+                log.say(f"{name} was compiled in place: {text}", once=f"compiled:{name}")
                 return
-        if self._collected and not self.activations.seen:
-            root = self._roots[0][0].root()
-            name = type(root).__name__
+        if not self.activations.seen:
+            name = type(self._roots[0][0].root()).__name__
             log.say(
                 f"no forward of {name} in training was seen: no activations are recorded of what runs inside a compiled "
                 "function, of scripted models, and of models in evaluation mode",

@@ -6,15 +6,15 @@ import csv
 import io
 import linecache
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-import msmon
+from msmon.backends.pytorch.module_calls import Observer
+from msmon.runtime.frames import MSMON, folder_of, frames_from
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
     from types import FrameType
 
     from torch import Tensor
@@ -22,19 +22,16 @@ if TYPE_CHECKING:
     from msmon.backends.pytorch.module_calls import Call
 
 FILE = "stack_info.csv"
-_OURS = tuple(str(Path(package.__file__).parent) + "/" for package in (torch, msmon) if package.__file__)
+_PACKAGES = (MSMON, folder_of(torch))
 
 
-class StackTap:
-    """See :class:`msmon.backends.pytorch.module_calls.Observer`. Looks at the first call of each module."""
+class StackTap(Observer):
+    """Looks at the first call of each module."""
 
     part = "recording of call stacks"
 
     def __init__(self) -> None:
         self.found: dict[str, list[tuple[str, int, str]]] = {}
-
-    def begins(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
-        """Nothing: modules are listed in the order in which they return."""
 
     def ends(self, call: Call, output: Any, tensors: Sequence[Tensor]) -> None:  # noqa: ANN401 - whatever a module returns
         """Note where the call came from."""
@@ -42,17 +39,6 @@ class StackTap:
         name = f"{call.module.stage}:{call.module.name}"
         if name not in self.found:
             self.found[name] = user_stack(sys._getframe())  # noqa: SLF001 - the public way formats every line at once
-
-    def fails(self, call: Call) -> None:
-        """Nothing."""
-
-    def wants(self, call: Call, side: str) -> bool:
-        """No gradients."""
-        del call, side
-        return False
-
-    def gradient(self, call: Call, side: str, position: int, gradient: Tensor, micro_step: int) -> None:
-        """Nothing."""
 
 
 def content(taps: Iterable[StackTap]) -> str:
@@ -68,13 +54,10 @@ def content(taps: Iterable[StackTap]) -> str:
 
 def user_stack(frame: FrameType | None) -> list[tuple[str, int, str]]:
     """File, line and function of every frame that belongs to neither torch nor msmon, innermost first."""
-    found = []
-    while frame is not None:
-        code = frame.f_code
-        if not code.co_filename.startswith(_OURS):
-            found.append((code.co_filename, frame.f_lineno, code.co_name))
-        frame = frame.f_back
-    return found
+    return [
+        (found.f_code.co_filename, found.f_lineno, found.f_code.co_name)
+        for found in frames_from(frame, without=_PACKAGES)
+    ]
 
 
 def _line(file: str, line: int, function: str) -> str:

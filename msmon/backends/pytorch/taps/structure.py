@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.parameter import is_lazy
 
-from msmon.backends.pytorch.module_calls import INPUT, OUTPUT
+from msmon.backends.pytorch.module_calls import INPUT, OUTPUT, Observer
 from msmon.backends.pytorch.structure import describe_gradients, describe_inputs, describe_output
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from msmon.backends.pytorch.module_calls import Call, WatchedModule
 
 
-class StructureTap:
-    """See :class:`msmon.backends.pytorch.module_calls.Observer`. The first call of each module says how it is built."""
+class StructureTap(Observer):
+    """The first call of each module says how it is built."""
 
     part = "recording of the model's structure"
 
@@ -42,9 +42,6 @@ class StructureTap:
             self._completed[id(call.module)] = None
             self._described[id(call.module)][OUTPUT] = describe_output(output)
             self._gradients[id(call.module)][OUTPUT] = [None] * len(tensors)
-
-    def fails(self, call: Call) -> None:
-        """Nothing."""
 
     def wants(self, call: Call, side: str) -> bool:
         """Gradients of both sides, of the first call."""
