@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 from msmon import log
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 FOLDER = "anomaly_detected"
 FILE = "anomaly.json"
 RUNS_FILE = "runs.json"
+LOCK_FILE = ".lock"
 
 LIMIT = 10_000
 """Anomalies that one run adds to a file: a model that has gone to NaN makes thousands a step, and the first matter."""
@@ -24,7 +27,8 @@ LIMIT = 10_000
 class AnomalyFile:
     """Where the anomalies of one rank are kept.
 
-    What an earlier run left in the file stays; ``runs.json`` beside it says at which entry each run begins.
+    What an earlier run left in the file stays; ``runs.json`` beside it says at which entry each run begins. While another
+    process writes there, a second job in the same place say, this one has a file of its own, named after its directory.
 
     Args:
         root: Output root.
@@ -37,24 +41,27 @@ class AnomalyFile:
         self.path = root / FOLDER / f"rank{rank}" / FILE
         self._run, self._directory = run, directory
         self._entries: dict[str, str] = {}
+        self._new: list[Anomaly] = []
         self._room = LIMIT
+        self._opened = self._written = False
+        self._lock: int | None = None
 
     def open(self) -> None:
         """Take over what is there, and make sure that there is a file.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: It cannot be read or written; the next call of any method tries again.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self._lock is None and not self._take():
+            self.path = self.path.with_name(own_file(self._directory))
+            log.say(f"another process writes anomalies to the same place: those of this one go to {self.path}")
         earlier = self._read_earlier()
         self._entries = {key: _text(entry) for key, entry in earlier.items()}
-        runs_path = self.path.with_name(RUNS_FILE)
-        runs = _read_object(runs_path)
-        if not runs and earlier:
-            runs[""] = {"directory": "", "first": 0}  # a run that did not say
-        runs.setdefault(self._run, {"first": len(earlier)})["directory"] = self._directory
-        _replace(runs_path, json.dumps(runs, indent=1) + "\n")
-        self._write()
+        if self.path.name == FILE:
+            self._note_run(earlier)
+        self._opened = True
+        self.flush()
 
     def add(self, anomalies: Iterable[Anomaly]) -> None:
         """Keep anomalies.
@@ -62,7 +69,6 @@ class AnomalyFile:
         Raises:
             OSError: They could not be written; the next call tries again.
         """
-        before = len(self._entries)
         for anomaly in anomalies:
             if self._room <= 0:
                 log.say(
@@ -70,10 +76,51 @@ class AnomalyFile:
                     once=f"full:{self.path}",
                 )
                 break
-            self._entries[self._free_key(anomaly)] = _text(anomaly.entry())
+            self._new.append(anomaly)
             self._room -= 1
-        if len(self._entries) > before:
-            self._write()
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what is not written yet.
+
+        Raises:
+            OSError: It could not be written; the next call tries again.
+        """
+        if not self._opened:
+            self.open()
+        if self._written and not self._new:
+            return
+        for anomaly in self._new:
+            self._entries[self._free_key(anomaly)] = _text(anomaly.entry())
+        self._new.clear()
+        self._written = False
+        self._write()
+        self._written = True
+
+    def release(self) -> None:
+        """Write no more: another process may have the file."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+    def _take(self) -> bool:
+        """Whether no other process writes here; where the file system has no locks, none is assumed to."""
+        self._lock = os.open(self.path.with_name(LOCK_FILE), os.O_WRONLY | os.O_CREAT)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def _note_run(self, earlier: dict[str, Any]) -> None:
+        runs_path = self.path.with_name(RUNS_FILE)
+        runs = _read_object(runs_path)
+        if not runs and earlier:
+            runs[""] = {"directory": "", "first": 0}  # a run that did not say
+        runs.setdefault(self._run, {"first": len(earlier)})["directory"] = self._directory
+        _replace(runs_path, json.dumps(runs, indent=1) + "\n")
 
     def _free_key(self, anomaly: Anomaly) -> str:
         """Its key; with a number when a run before, or a restart, came to the same tensor in the same step."""
@@ -100,6 +147,11 @@ class AnomalyFile:
     def _write(self) -> None:
         lines = [f"  {json.dumps(key, ensure_ascii=False)}: {text}" for key, text in self._entries.items()]
         _replace(self.path, "{\n" + ",\n".join(lines) + "\n}\n" if lines else "{}\n")
+
+
+def own_file(directory: str) -> str:
+    """The file of a process that found ``anomaly.json`` taken, by the name of its run directory."""
+    return f"anomaly.{directory}.json"
 
 
 def read_entries(path: Path) -> dict[str, dict[str, Any]]:

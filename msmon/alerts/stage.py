@@ -57,6 +57,16 @@ class Alerts:
         """Look at a step; whatever goes wrong here costs no row."""
         self._guard.run(self._judge, step, statistics)
 
+    def flush(self) -> None:
+        """The run ends: try once more to write what could not be written."""
+        if self._file is not None:
+            self._keep(self._file.flush)
+
+    def release(self) -> None:
+        """Nothing more is written by this process."""
+        if self._file is not None:
+            self._file.release()
+
     def _judge(self, step: RecordedStep, statistics: Sequence[str]) -> None:
         findings = self._evaluator.judge(step, statistics)
         if not len(findings):

@@ -22,7 +22,7 @@ from msmon.config.schema import AlertConfig
 from msmon.errors import MsmonError
 from msmon.offline.reader import RecordedRow, read_by_steps, read_steps, run_directories
 from msmon.record.table import Row
-from msmon.runtime.run_directory import parse_directory_name, read_run_file
+from msmon.runtime.run_directory import DirectoryName, parse_directory_name, read_run_file
 from msmon.sinks.base import RecordedStep
 
 if TYPE_CHECKING:
@@ -120,16 +120,21 @@ def result_path(directory: Path) -> Path:
 
 
 def _dumps(directory: Path) -> list[Path]:
-    """The file of each rank, by rank."""
+    """The files of each rank, by rank: ``anomaly.json``, and those of processes that found it taken."""
     for root in (directory, directory / FOLDER):
-        found = {
-            int(match[1]): path
-            for path in root.glob(f"rank*/{FILE}")
-            if (match := re.fullmatch(r"rank(\d+)", path.parent.name))
-        }
+        found = [
+            (int(match[1]), path.name != FILE, path.name, path)
+            for path in root.glob("rank*/anomaly*.json")
+            if (match := re.fullmatch(r"rank(\d+)", path.parent.name)) and (path.name == FILE or _owner(path))
+        ]
         if found:
-            return [found[rank] for rank in sorted(found)]
+            return [path for *_, path in sorted(found)]
     return []
+
+
+def _owner(path: Path) -> DirectoryName | None:
+    """Whose file it is, when it is one process's alone."""
+    return parse_directory_name(path.name.removeprefix("anomaly.").removesuffix(".json"))
 
 
 def _from_dumps(
@@ -159,14 +164,21 @@ def _from_dumps(
 
 
 def _latest_run(paths: Sequence[Path]) -> str:
-    """Id of the run that began last on any rank; empty when no rank says."""
-    latest, run = (-1, ""), ""
+    """Id of the run that began last on any rank; empty when no rank says.
+
+    By the names of directories, but a run that another one follows in the same file is not the last, whatever the clocks
+    said.
+    """
+    began: dict[str, tuple[int, str]] = {}
+    followed: set[str] = set()
     for path in paths:
-        for name, described in _runs(path).items():
+        runs = _runs(path)
+        followed.update(list(runs)[:-1])
+        for name, described in runs.items():
             parsed = parse_directory_name(str(described.get("directory", "")))
-            if parsed is not None and parsed.order > latest:
-                latest, run = parsed.order, name
-    return run
+            if parsed is not None:
+                began[name] = max(parsed.order, began.get(name, parsed.order))
+    return max(began.keys() - followed or began, key=lambda name: (began[name], name), default="")
 
 
 def _of_run(entries: list[tuple[str, Entry]], path: Path, run: str) -> list[tuple[str, Entry]]:
@@ -174,18 +186,23 @@ def _of_run(entries: list[tuple[str, Entry]], path: Path, run: str) -> list[tupl
     runs = _runs(path)
     if run not in runs:
         return [] if runs else entries
-    begins = sorted(int(described["first"]) for described in runs.values())
-    mine = int(runs[run]["first"])
+    begins = sorted(described["first"] for described in runs.values())
+    mine = runs[run]["first"]
     end = next((begin for begin in begins if begin > mine), len(entries))
     return entries[mine:end]
 
 
 def _runs(path: Path) -> dict[str, dict[str, Any]]:
+    """Id → directory and first entry of each run in a file, in their order; empty when that is not known."""
+    owner = _owner(path)
+    if owner is not None:
+        return {owner.run: {"directory": path.name.removeprefix("anomaly.").removesuffix(".json"), "first": 0}}
     try:
         content = json.loads(path.with_name(RUNS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
+    described = content.items() if isinstance(content, dict) else ()
+    return {run: about for run, about in described if isinstance(about, dict) and isinstance(about.get("first"), int)}
 
 
 class _Ranking:
@@ -220,9 +237,7 @@ def _order(key: str, entry: Entry) -> Order | None:
     """Its place in the ranking; ``None`` for what ``anomaly.json`` does not hold."""
     try:
         order = order_of(key, entry)
-        _ = (
-            order.step + order.micro_step + order.call_id + order.rank
-        )  # all of them numbers, so that they can be sorted
+        _ = order.step + order.micro_step + order.call_id + order.rank  # numbers all, so that they can be sorted
     except (KeyError, TypeError, AttributeError):
         return None
     return order

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import sys
 import threading
 import time
@@ -159,13 +161,68 @@ def test_file_can_be_read_at_any_time(tmp_path: Path) -> None:
 
 def test_a_restart_adds_to_the_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Nothing of an earlier run is lost, also when the same step comes again; that the file had content is said."""
-    Alerts(evaluator("AnomalyNan"), file=anomaly_file(tmp_path)).judge(bad(1, "a"), ["norm"])
+    first = Alerts(evaluator("AnomalyNan"), file=anomaly_file(tmp_path))
+    first.judge(bad(1, "a"), ["norm"])
+    first.release()
     Alerts(evaluator("AnomalyNan"), file=anomaly_file(tmp_path, "4567abcd")).judge(bad(1, "a", "b"), ["norm"])
     assert "has 1 anomalies of earlier runs" in capfd.readouterr().err
     key = "0:a/rank0/grad_reduced_step_1_call_0"
     assert list(read(tmp_path)) == [key, f"{key}_2", "0:b/rank0/grad_reduced_step_1_call_1"]
     runs = json.loads((tmp_path / "anomaly_detected" / "rank0" / "runs.json").read_text())
     assert {run: described["first"] for run, described in runs.items()} == {"0123abcd": 0, "4567abcd": 1}
+
+
+def test_two_jobs_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """While one writes, the other has a file of its own; neither loses an entry; afterwards the place is free again."""
+    one, other, third = (anomaly_file(tmp_path, run) for run in ("0123abcd", "4567abcd", "89ababcd"))
+    both = [Alerts(evaluator("AnomalyNan"), file=file) for file in (one, other)]
+    for number in range(3):
+        for alerts in both:
+            alerts.judge(bad(number, "a"), ["norm"])
+    folder = tmp_path / "anomaly_detected" / "rank0"
+    own = folder / "anomaly.Nov29_15-32-03-rank0-4567abcd.json"
+    assert (
+        f"another process writes anomalies to the same place: those of this one go to {own}" in capfd.readouterr().err
+    )
+    assert len(read(tmp_path)) == len(json.loads(own.read_text())) == 3
+    both[0].release()
+    Alerts(evaluator("AnomalyNan"), file=third).judge(bad(0, "b"), ["norm"])
+    assert len(read(tmp_path)) == 4
+    assert [path.name for path in sorted(folder.glob("*.json"))] == [own.name, "anomaly.json", "runs.json"]
+
+
+def test_what_could_not_be_written_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A full disk is said once; anomalies of that time are kept until there is room, the end of the run at the latest."""
+    alerts = Alerts(evaluator("AnomalyNan"), file=anomaly_file(tmp_path))
+    alerts.judge(bad(0, "a"), ["norm"])
+    with monkeypatch.context() as full:
+        full.setattr(files, "_replace", _no_space)
+        for number in range(1, 4):
+            alerts.judge(bad(number, "a"), ["norm"])
+    assert len(read(tmp_path)) == 1
+    assert capfd.readouterr().err.count("anomalies could not be written (No space left on device)") == 1
+    alerts.flush()
+    assert [entry["step"] for entry in read(tmp_path).values()] == [0, 1, 2, 3]
+
+
+def test_a_file_that_cannot_be_read_at_first_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What earlier runs found is never lost to an error of the disk: the file is taken over when it can be read again."""
+    first = Alerts(evaluator("AnomalyNan"), file=anomaly_file(tmp_path))
+    first.judge(bad(0, "a"), ["norm"])
+    first.release()
+    with monkeypatch.context() as broken:
+        broken.setattr(files, "read_entries", _no_space)
+        alerts = Alerts(evaluator("AnomalyNan"), file=anomaly_file(tmp_path, "4567abcd"))
+        alerts.judge(bad(1, "b"), ["norm"])
+    assert len(read(tmp_path)) == 1
+    alerts.judge(bad(2, "b"), ["norm"])
+    assert [entry["step"] for entry in read(tmp_path).values()] == [0, 1, 2]
+
+
+def _no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_damaged_file_is_put_aside(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

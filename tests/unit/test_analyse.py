@@ -124,6 +124,7 @@ def record(root: Path, stamp: str, run: str, bad_step: int, *, dumped: bool, ran
         value = [NAN, 2.0] if number == bad_step else [1.0, 0.0]
         rows = {row("w"): value, row("w", "param_origin"): [1.0, 0.0], row("empty", shape=(0,)): [0.0, 0.0]}
         sink.write(step(number, rows))
+    alerts.release()
 
 
 def first_steps(root: Path, **options: Any) -> list[int]:
@@ -147,6 +148,28 @@ def test_a_latest_run_without_anomalies(tmp_path: Path) -> None:
     record(tmp_path, "Nov28_10-00-00", "aaaaaaaa", 1, dumped=True)
     record(tmp_path, "Nov29_10-00-00", "bbbbbbbb", 99, dumped=True)
     assert (analyse(tmp_path).total, analyse(tmp_path).left_out) == (0, 1)
+
+
+def test_a_clock_that_went_back(tmp_path: Path) -> None:
+    """The run that was added to the files last is the latest, though the name of its directory says otherwise."""
+    for rank in (0, 1):
+        record(tmp_path, "Nov29_10-00-00", "aaaaaaaa", 1, dumped=True, rank=rank)
+    record(tmp_path, "Nov28_10-00-00", "bbbbbbbb", 3, dumped=True)
+    assert (analyse(tmp_path).run, first_steps(tmp_path)) == ("bbbbbbbb", [3])
+
+
+def test_two_jobs_at_once(tmp_path: Path) -> None:
+    """Each has files of its own in the same place: the one that began last is ranked, or both."""
+    root = tmp_path / "anomaly_detected" / "rank0"
+    lock = AnomalyFile(tmp_path, 0, "aaaaaaaa", "Nov29_10-00-00-rank0-aaaaaaaa")
+    lock.open()
+    record(tmp_path, "Nov29_10-00-01", "bbbbbbbb", 2, dumped=True)
+    lock.add(evaluator("AnomalyNan").judge(step(4, {row("w"): [NAN]}), ["norm"]))
+    lock.release()
+    assert len(list(root.glob("anomaly*.json"))) == 2
+    assert (analyse(tmp_path).run, first_steps(tmp_path)) == ("bbbbbbbb", [2])
+    assert analyse(tmp_path).left_out == 1
+    assert first_steps(tmp_path, all_runs=True) == [2, 4]
 
 
 def test_csv_gives_what_the_run_would_have_said(tmp_path: Path) -> None:
@@ -185,7 +208,7 @@ def test_command(tmp_path: Path) -> None:
     done = run(str(tmp_path))
     assert done.exit_code == 0
     first, header, line = done.stdout.splitlines()
-    assert first == "1 anomalies on 1 rank; the first 1:"
+    assert first == "1 anomaly on 1 rank:"
     assert header.split() == ["#", "step", "micro", "rank", "kind", "tensor", "finding"]
     assert line.split(maxsplit=6) == ["1", "3", "0", "0", "grad_reduced", "0:w", "AnomalyNan: norm nan, nans 2"]
     assert "wrote" in done.stderr

@@ -87,13 +87,12 @@ def _show(analysis: Analysis, path: Path, *, replaced: bool) -> None:
     if not analysis.total:
         console.show_line("no anomalies")
     else:
-        ranks = len(analysis.by_rank)
-        console.show_line(
-            f"{analysis.total:,} anomalies on {ranks} rank{'s' if ranks > 1 else ''}; the first {len(analysis.first)}:"
-        )
+        total, ranks, shown = analysis.total, len(analysis.by_rank), len(analysis.first)
+        found = f"{total:,} {'anomalies' if total > 1 else 'anomaly'} on {ranks} rank{'s' if ranks > 1 else ''}"
+        console.show_line(f"{found}; the first {shown}:" if shown < total else f"{found}:")
         console.show_anomalies(analysis)
     if analysis.left_out:
-        console.show_note(f"{analysis.left_out:,} anomalies of earlier runs are left out (--all-runs ranks them too)")
+        console.show_note(f"{analysis.left_out:,} anomalies of other runs are left out (--all-runs ranks them too)")
     if analysis.source == "csv":
         console.show_note("the run wrote no anomaly.json: the rules were applied to its CSV files")
     console.show_note(f"{'replaced' if replaced else 'wrote'} {path}")

@@ -89,18 +89,42 @@ class _Output:
     config: MonitorConfig
     writer: Writer
     alerts: Alerts | None
+    make_alerts: Callable[[MonitorConfig], Alerts | None]
 
     @classmethod
-    def into(cls, directory: Path, rank: int, config: MonitorConfig, alerts: Alerts | None) -> _Output:
-        return cls(directory, rank, config, Writer(_make_sink(directory, rank, config, alerts)), alerts)
+    def into(
+        cls, directory: Path, rank: int, config: MonitorConfig, make_alerts: Callable[[MonitorConfig], Alerts | None]
+    ) -> _Output:
+        alerts = make_alerts(config)
+        return cls(directory, rank, config, Writer(_make_sink(directory, rank, config, alerts)), alerts, make_alerts)
 
     def submit(self, table: StepTable, config: MonitorConfig) -> None:
         if config is not self.config:
-            self.config = config
-            self.writer.drain()
+            before, self.config = self.config, config
+            self.drain()
             self.writer.sink.close()
+            if config.alert != before.alert:
+                self._change_rules()
             self.writer.sink = _make_sink(self.directory, self.rank, config, self.alerts)
         self.writer.submit(table)
+
+    def _change_rules(self) -> None:
+        before = self.alerts
+        if before is not None:
+            before.release()
+        self.alerts = self.make_alerts(self.config)
+        if before is not None and self.alerts is not None:
+            self.alerts.found, self.alerts.first = before.found, before.first
+
+    def drain(self) -> None:
+        if self.writer.drain() and self.alerts is not None:
+            self.alerts.flush()
+
+    def close(self) -> None:
+        self.drain()
+        self.writer.close()
+        if self.alerts is not None:
+            self.alerts.release()
 
 
 def _make_sink(directory: Path, rank: int, config: MonitorConfig, alerts: Alerts | None) -> Sink:
@@ -473,19 +497,20 @@ class Session:
             self._unwritable = True
             log.say(f"{error}: nothing is recorded, training goes on")
             return
-        self.output = _Output.into(directory, self.place.rank, self.config, self._make_alerts(directory, identity))
+        make_alerts = functools.partial(self._make_alerts, directory, identity)
+        self.output = _Output.into(directory, self.place.rank, self.config, make_alerts)
         self._describe_run()
 
-    def _make_alerts(self, directory: Path, run: str) -> Alerts | None:
+    def _make_alerts(self, directory: Path, run: str, config: MonitorConfig) -> Alerts | None:
         """What judges the steps, ``None`` without rules."""
         place = self.place
         if place is None:
             return None
-        partly = bool(self.config.module_ranks) and place.world_size > 1
+        partly = bool(config.module_ranks) and place.world_size > 1
         pp_stage, group_mates = self.guard.run(self._pipeline) or (0, ()) if self._pipeline else (0, ())
         alerts = Guard("alerts").run(
             make_alerts,
-            self.config.alert,
+            config.alert,
             self._alert_options,
             rank=place.rank,
             pp_stage=pp_stage,
@@ -497,7 +522,7 @@ class Session:
         )
         if alerts is not None and alerts.stops and partly:
             log.say("--on-alert stop needs all ranks, and module_ranks leaves some out: nothing will be stopped")
-        elif alerts is not None and alerts.stops:
+        elif alerts is not None and alerts.stops and self._common_stop is None:
             self._common_stop = CommonStop(place, f"msmon/{run}/{self._number}")
         return alerts
 
@@ -567,7 +592,7 @@ class Session:
             self.guard.run(watch.cut_short, normally=not (crashed or signalled))
         self._submit()
         if self.output is not None:
-            self.output.writer.drain()
+            self.output.drain()
         if self._common_stop is not None:
             self._common_stop.close()
         if self._dynamic is not None:
@@ -613,7 +638,7 @@ class Session:
         if self._termination is not None:
             self._termination.undo()
         if self.output is not None:
-            self.output.writer.close()
+            self.output.close()
         if self._common_stop is not None:
             self._common_stop.close()
         _sessions.discard(self)
@@ -624,6 +649,8 @@ class Session:
             self._termination.after_fork()
             self._termination = None
         self._lock = threading.RLock()
+        if self.output is not None and self.output.alerts is not None:
+            self.output.alerts.release()  # the lock of the file is the parent's, for as long as that lives
         self.output = self._common_stop = None
         self.place = None
         self._under_way.clear()
