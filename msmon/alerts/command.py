@@ -35,7 +35,7 @@ class AlertCommand:
         self._next = 0.0
 
     def start(self, message: str) -> bool:
-        """Start it, unless it was started a moment ago. Returns at once.
+        """Start it, unless it was started a moment ago. Returns without waiting for its end.
 
         Returns:
             Whether it was started.
@@ -44,21 +44,26 @@ class AlertCommand:
         if now < self._next:
             return False
         self._next = now + INTERVAL
-        threading.Thread(target=self._run, args=(message,), name="msmon-alert", daemon=True).start()
-        return True
-
-    def _run(self, message: str) -> None:
-        try:
-            done = subprocess.run(
+        try:  # here, not on the thread: the process may end before that gets to it
+            started = subprocess.Popen(
                 [*self._words, message],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, env.ENABLED: "0"},
-                timeout=RUN_LIMIT,
-                check=False,
             )
-        except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+        except (OSError, ValueError) as error:
             log.say(f"--on-alert-command: {error}", once="alert command")
-        else:
-            if done.returncode:
-                log.say(f"--on-alert-command ended with code {done.returncode}", once="alert command")
+            return False
+        threading.Thread(target=_see_through, args=(started,), name="msmon-alert", daemon=True).start()
+        return True
+
+
+def _see_through(started: subprocess.Popen[bytes]) -> None:
+    try:
+        code = started.wait(RUN_LIMIT)
+    except subprocess.TimeoutExpired:
+        started.kill()
+        code = started.wait()
+        log.say(f"--on-alert-command took over {RUN_LIMIT:.0f} s and was ended", once="alert command")
+    if code > 0:
+        log.say(f"--on-alert-command ended with code {code}", once="alert command")

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from conftest import SIX
+from conftest import SIX, Runner
 from integration.faults import FAULTS, FAULTY_STEP, STEPS
 
+from msmon.config.load import load_config
+from msmon.errors import ConfigError
 from msmon.offline.analyse import analyse
+from msmon.offline.reader import read_steps
 
 if TYPE_CHECKING:
-    from conftest import Finished, Runner
+    from conftest import Finished
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
@@ -36,13 +40,15 @@ HEALTHY = {
 }
 
 FIRST = {
-    "nan_in_a_layer": ("0:second.1.output/rank0/actv", FAULTY_STEP, "AnomalyNan"),
-    "gradient_times_1000": ("0:second.0.weight/rank0/grad_unreduced", FAULTY_STEP, "AnomalySpike"),
-    "flipped_bit": ("0:second.0.weight/rank1/param_origin", FAULTY_STEP, "AnomalySpike"),
-    "learning_rate_times_100": ("0:first.0.weight/rank0/param_updated", FAULTY_STEP, "AnomalyUpdateRatio"),
-    "dead_relu": ("0:second.1.output/rank0/actv", FAULTY_STEP + 19, "AnomalyDead"),
+    "nan_in_a_layer": ("0:second.1.output/rank{rank}/actv", FAULTY_STEP, "AnomalyNan"),
+    "gradient_times_1000": ("0:second.0.weight/rank{rank}/grad_unreduced", FAULTY_STEP, "AnomalySpike"),
+    "flipped_bit": ("0:second.0.weight/rank{rank}/param_origin", FAULTY_STEP, "AnomalySpike"),
+    "learning_rate_times_100": ("0:first.0.weight/rank{rank}/param_updated", FAULTY_STEP, "AnomalyUpdateRatio"),
+    "dead_relu": ("0:second.1.output/rank{rank}/actv", FAULTY_STEP + 19, "AnomalyDead"),
 }
 """Fault → the tensor that must be named first, the step, and the rule."""
+
+ALONE = [fault for fault in FIRST if fault != "flipped_bit"]
 
 
 def anomalies(finished: Finished, rank: int = 0) -> dict[str, dict[str, Any]]:
@@ -51,18 +57,35 @@ def anomalies(finished: Finished, rank: int = 0) -> dict[str, dict[str, Any]]:
     return content
 
 
+def in_forks(runner: Runner, commands: list[list[str]]) -> Finished:
+    """Trainings one after the other, each a rank of its own, everything watched, judged by the default rules."""
+    words = [word for command in commands for word in ["--", *command]][1:]
+    return runner.monitored(HERE / "forked.py", *words, config=EVERYTHING, options=["--alerts"])
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """200 steps of each example."""
+    scripts = [[str(EXAMPLES / name / "train.py"), "--steps", "200", *sizes.split()] for name, sizes in HEALTHY.items()]
+    return in_forks(Runner(tmp_path_factory.mktemp("healthy")), scripts)
+
+
 @pytest.mark.slow
+@pytest.mark.xdist_group("healthy")
 @pytest.mark.parametrize("example", HEALTHY)
-def test_healthy_training(runner: Runner, example: str) -> None:
-    """200 steps of each example, everything watched, raise no alarm, neither in the run nor on its files."""
-    script = EXAMPLES / example / "train.py"
-    done = runner.monitored(
-        script, "--steps", "200", *HEALTHY[example].split(), config=EVERYTHING, options=["--alerts"]
-    )
-    assert done.returncode == 0, done.stderr
-    assert anomalies(done) == {}
-    assert "anomaly:" not in done.stderr
-    assert "no anomaly on this rank" in done.stderr
+def test_healthy_training(healthy: Finished, example: str) -> None:
+    """200 steps of each example, everything watched, raise no alarm."""
+    assert healthy.returncode == 0, healthy.stderr
+    rank = list(HEALTHY).index(example)
+    assert {int(line["step"]) for line in healthy.steps(rank)} >= set(range(200))
+    assert {row.kind for kind in ("actv", "actv_grad") for row in healthy.rows(kind, rank)} == {"actv", "actv_grad"}
+    assert anomalies(healthy, rank) == {}
+    assert f"[rank {rank}] anomaly:" not in healthy.stderr
+
+
+def test_every_example_is_tested() -> None:
+    """A new example joins the test above."""
+    assert HEALTHY.keys() == {path.parent.name for path in EXAMPLES.glob("*/train.py")}
 
 
 def test_every_fault_has_its_tensor() -> None:
@@ -70,29 +93,50 @@ def test_every_fault_has_its_tensor() -> None:
     assert FIRST.keys() == FAULTS.keys()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", FIRST)
-def test_fault(runner: Runner, fault: str) -> None:
-    """The default rules name the tensor in which the fault began; the training itself goes on to its end."""
-    done = runner.monitored(
-        HERE / "faults.py", fault, ranks=2 if fault == "flipped_bit" else 0, config=EVERYTHING, options=["--alerts"]
-    )
+def check_first(done: Finished, fault: str, rank: int) -> None:
+    """What the ranking of a rank's anomalies, and the terminal, say of a fault first."""
     assert done.returncode == 0, done.stderr
-    assert f"ended after step {STEPS - 1}" in done.stdout
-    analysis = analyse(done.output)
-    ((_, first),) = analysis.first[:1]
+    ranked = [entry for _, entry in analyse(done.output, top=100_000).first if entry["rank"] == rank]
     tag, step, rule = FIRST[fault]
-    assert (first["tag_name"], first["step"]) == (tag, step)
-    assert first["message"].startswith(f"{rule}: ")
-    assert f"anomaly: {first['message']}" in done.stderr
-    assert f"next:   msmon analyse {done.output}" in done.stderr or first["rank"] != 0
+    assert (ranked[0]["tag_name"], ranked[0]["step"]) == (tag.format(rank=rank), step)
+    assert ranked[0]["message"].startswith(f"{rule}: ")
+    assert f"[rank {rank}] anomaly: {ranked[0]['message']}" in done.stderr
 
-    if fault in {"gradient_times_1000", "dead_relu"}:  # what the files say afterwards is what the run said
-        afterwards = analyse(done.directories()[0])
-        assert afterwards.source == "csv"
-        assert {entry["tag_name"] for _, entry in analyse(done.output, top=10_000).first} == {
-            entry["tag_name"] for _, entry in analyse(done.directories()[0], top=10_000).first
-        }
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A training with each of the faults that need no second rank."""
+    scripts = [[str(HERE / "faults.py"), fault] for fault in ALONE]
+    return in_forks(Runner(tmp_path_factory.mktemp("faulty")), scripts)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("faulty")
+@pytest.mark.parametrize("fault", ALONE)
+def test_fault(faulty: Finished, fault: str) -> None:
+    """The default rules name the tensor in which the fault began; the training itself goes on to its end.
+
+    What the files say afterwards is what the run said.
+    """
+    rank = ALONE.index(fault)
+    check_first(faulty, fault, rank)
+    assert faulty.stdout.count(f"ended after step {STEPS - 1}") == len(ALONE)
+    assert f"next:   msmon analyse {faulty.output}" in faulty.stderr
+    afterwards = analyse(faulty.directories(rank)[0], top=100_000)
+    assert afterwards.source == "csv"
+    if fault in {"gradient_times_1000", "dead_relu"}:
+        assert {e["tag_name"] for _, e in afterwards.first} == {e["tag_name"] for e in anomalies(faulty, rank).values()}
+    else:
+        tag, step, _ = FIRST[fault]
+        assert (afterwards.first[0][1]["tag_name"], afterwards.first[0][1]["step"]) == (tag.format(rank=rank), step)
+
+
+@pytest.mark.slow
+def test_fault_of_one_rank(runner: Runner) -> None:
+    """A bit that flips in one rank's weight is found on that rank, before anything that follows from it."""
+    done = runner.monitored(HERE / "faults.py", "flipped_bit", ranks=2, config=EVERYTHING, options=["--alerts"])
+    check_first(done, "flipped_bit", 1)
+    assert analyse(done.output).first[0][1]["rank"] == 1
 
 
 @pytest.mark.slow
@@ -141,8 +185,8 @@ def test_rule_and_command_of_the_user(runner: Runner, tmp_path: Path) -> None:
         """,
         "checks.py",
     )
-    runner.write("import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(sys.argv[2])", "tell.py")
     told = tmp_path / "told"
+    runner.write("import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(sys.argv[2])", "tell.py")
     rules = ["--rule", "checks:second_bias", "--rule", "checks:broken", "--no-alerts", "--on-alert", "dump"]
     command = ["--on-alert-command", f"{sys.executable} {tmp_path / 'tell.py'} {told}"]
     done = runner.monitored(script, options=["--gradients", *rules, *command])
@@ -152,6 +196,49 @@ def test_rule_and_command_of_the_user(runner: Runner, tmp_path: Path) -> None:
     assert entry["message"].startswith("checks:second_bias: norm ")
     assert done.stderr.count("rule checks:broken switched off") == 1
     assert len(done.rows("grad_reduced")) == 6 * 4
+    deadline = time.monotonic() + 30
+    while not (told.exists() and told.read_text() == entry["message"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_rule_at_work_when_the_process_forks(runner: Runner) -> None:
+    """What a rule holds at that moment, a lock or an import, does not keep the child from recording and judging."""
+    runner.write("import time; time.sleep(0.5)", "slow_to_import.py")
+    runner.write(
+        """
+        import threading, time
+        held = threading.Lock()
+        def slow(seen):
+            with held:
+                if seen.step == 1:
+                    import slow_to_import
+                return seen.values > 1e30
+        """,
+        "checks.py",
+    )
+    script = runner.write(
+        """
+        import os, torch
+        def train(steps):
+            model = torch.nn.Linear(3, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(steps):
+                model(torch.ones(4, 3)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        train(2)
+        child = os.fork()
+        train(3)
+        if child:
+            assert os.waitpid(child, 0)[1] == 0
+        """
+    )
+    done = runner.monitored(script, options=["--rule", "checks:slow"])
+    assert done.returncode == 0, done.stderr
+    assert "could not be written" not in done.stderr
+    assert sorted(len(read_steps(directory)) for directory in done.directories()) == [3, 5]
 
 
 @pytest.mark.slow
@@ -199,7 +286,6 @@ def test_a_configuration_cannot_name_code(runner: Runner) -> None:
     runner.write("import pathlib; pathlib.Path('imported').touch()", "evil.py")
     rule = {"rule_name": "AnomalyNan"}
     for alert in (
-        {"rules": [{"rule_name": "evil:rule"}]},
         {"rules": [{"rule_name": "evil"}]},
         {"rules": [{**rule, "function": "evil:rule"}]},
         {"rules": [{**rule, "args": {"threshold": "evil:rule"}}]},
@@ -208,10 +294,12 @@ def test_a_configuration_cannot_name_code(runner: Runner) -> None:
         {"rules": [rule], "on_alert_command": "touch imported"},
         {"rules": [rule], "command": "touch imported"},
     ):
-        done = runner.monitored(runner.folder / "evil.py", config={"wg_distribution": True, "alert": alert})
-        assert done.returncode == 2, alert
-        assert "error:" in done.stderr
-        assert not (runner.folder / "imported").exists()
+        with pytest.raises(ConfigError):
+            load_config(runner.write_config(wg_distribution=True, alert=alert))
+    named = {"rules": [{"rule_name": "evil:rule"}]}
+    done = runner.monitored(runner.folder / "evil.py", config={"wg_distribution": True, "alert": named})
+    assert done.returncode == 2
+    assert "error:" in done.stderr
     names = {"rules": [{**rule, "kinds": ["evil:rule"], "names": ["evil:rule"]}]}
     assert runner.monitored(runner.write(LITTLE), config={"wg_distribution": True, "alert": names}).returncode == 0
     assert not (runner.folder / "imported").exists()

@@ -15,6 +15,7 @@ import pytest
 from alert_steps import evaluator, row, step
 
 from msmon import log
+from msmon.alerts import command as command_module
 from msmon.alerts import files
 from msmon.alerts.command import INTERVAL, AlertCommand
 from msmon.alerts.custom import load_custom_rules
@@ -387,12 +388,17 @@ def test_command(tmp_path: Path) -> None:
     wait_for(lambda: out.read_text() == f"{message}0\n" * 2)
 
 
-def test_a_command_that_fails_is_said(capfd: pytest.CaptureFixture[str]) -> None:
-    """One that is not there, or ends with an error."""
-    AlertCommand("/nowhere/at all").start("x")
-    said: list[str] = []
-    wait_for(lambda: bool(said.append(capfd.readouterr().err) or "".join(said)))
-    assert "--on-alert-command: [Errno 2]" in "".join(said)
+def test_a_command_that_fails_is_said(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """One that is not there, ends with an error, or does not end."""
+    assert not AlertCommand("/nowhere/at all").start("x")
+    assert "--on-alert-command: [Errno 2]" in capfd.readouterr().err
+    monkeypatch.setattr(command_module, "RUN_LIMIT", 0.2)
+    for command, what in (("sh -c 'exit 3'", "ended with code 3"), ("sh -c 'sleep 60'", "took over 0 s and was ended")):
+        monkeypatch.setattr(log, "_said", {})
+        assert AlertCommand(command).start("x")
+        said: list[str] = []
+        wait_for(lambda said=said: bool(said.append(capfd.readouterr().err) or "".join(said)))  # type: ignore[misc]  # of a lambda with a default
+        assert f"--on-alert-command {what}" in "".join(said)
 
 
 def wait_for(holds: Callable[[], bool]) -> None:
