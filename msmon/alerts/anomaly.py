@@ -42,9 +42,11 @@ class Signal(NamedTuple):
     rule: str
     because: str
 
-    def __str__(self) -> str:
+    @property
+    def finding(self) -> str:
+        """The value, and what it was compared with."""
         because = f" ({self.because})" if self.because else ""
-        return f"{self.op} {self.value:.6g}{because}"
+        return f"{self.value:.6g}{because}"
 
 
 @dataclass(frozen=True)
@@ -88,10 +90,11 @@ class Anomaly:
     @property
     def message(self) -> str:
         """One line with every statistic that is wrong."""
-        by_rule: dict[str, list[str]] = {}
+        by_rule: dict[str, dict[str, list[str]]] = {}
         for signal in self.signals:
-            by_rule.setdefault(signal.rule, []).append(str(signal))
-        found = "; ".join(f"{rule}: {', '.join(signals)}" for rule, signals in by_rule.items())
+            by_rule.setdefault(signal.rule, {}).setdefault(signal.finding, []).append(signal.op)
+        said = {rule: [f"{'/'.join(ops)} {what}" for what, ops in by.items()] for rule, by in by_rule.items()}
+        found = "; ".join(f"{rule}: {', '.join(findings)}" for rule, findings in said.items())
         return f"{found} in {self.tag} at step {self.step}"
 
     def entry(self) -> dict[str, Any]:

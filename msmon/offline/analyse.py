@@ -9,7 +9,7 @@ import heapq
 import json
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,13 +90,17 @@ def analyse(
     """
     progress = progress or _silent
     dumps = [] if rules else _dumps(directory)
-    if dumps:
-        return _from_dumps(dumps, top, frozenset(steps), all_runs=all_runs, progress=progress)
+    ranked = _from_dumps(dumps, top, frozenset(steps), all_runs=all_runs, progress=progress) if dumps else None
+    if ranked is not None and (ranked.total or len(ranked.unreadable) < len(dumps)):
+        return ranked
     runs = _run_directories(directory, all_runs=all_runs)
+    if not runs and ranked is not None:
+        return ranked
     if not runs:
         hint = "name the directory given with --output, its anomaly_detected, or one of its run directories"
         raise NoAnomalyDataError(f"no {FILE} and no run below `{directory}`", hint=hint)
-    return _from_csv(runs, top, frozenset(steps), rules, all_runs=all_runs, progress=progress)
+    analysis = _from_csv(runs, top, frozenset(steps), rules, all_runs=all_runs, progress=progress)
+    return replace(analysis, unreadable=ranked.unreadable if ranked else [])
 
 
 def write_result(analysis: Analysis, path: Path) -> None:

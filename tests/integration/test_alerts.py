@@ -176,7 +176,10 @@ def test_rule_and_command_of_the_user(runner: Runner, tmp_path: Path) -> None:
     script = runner.write(LITTLE)
     runner.write(
         """
+        import threading
+
         def second_bias(seen):
+            assert threading.current_thread().name == "msmon-writer"
             return [row.name == "1.bias" and row.kind == "grad_reduced" and seen.step == 2 for row in seen.rows]
 
         def broken(seen):

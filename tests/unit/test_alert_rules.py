@@ -261,7 +261,7 @@ def test_the_first_rule_names_the_anomaly() -> None:
 def test_every_statistic_of_a_tensor_is_named() -> None:
     """P46, beaten: one entry, and nothing is lost."""
     (anomaly,) = evaluator("AnomalyNan").judge(step(7, {row(): [NAN, 1, NAN, 2, 0, 1]}), SIX)
-    assert anomaly.message == "AnomalyNan: min nan, norm nan, nans 1 in 0:fc.weight/rank0/grad_reduced at step 7"
+    assert anomaly.message == "AnomalyNan: min/norm nan, nans 1 in 0:fc.weight/rank0/grad_reduced at step 7"
 
 
 @pytest.mark.parametrize(

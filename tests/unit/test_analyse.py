@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -101,6 +102,21 @@ def test_what_cannot_be_read_is_left_out(tmp_path: Path) -> None:
     analysis = analyse(tmp_path)
     assert analysis.total == 2
     assert [path.parent.name for path in analysis.unreadable] == ["rank0", "rank1"]
+
+
+def test_damaged_files_hide_nothing(tmp_path: Path) -> None:
+    """Where no file of the ranks can be read, the rows are judged; with neither, no anomaly is not said to be health."""
+    record(tmp_path, "Nov28_10-00-00", "aaaaaaaa", 3, dumped=True)
+    damaged = tmp_path / "anomaly_detected" / "rank0" / "anomaly.json"
+    damaged.write_text('{"half')
+    analysis = analyse(tmp_path)
+    assert (analysis.source, analysis.total, analysis.unreadable) == ("csv", 1, [damaged])
+    (directory,) = tmp_path.glob("Nov*")
+    shutil.rmtree(directory)
+    done = run(str(tmp_path), "--exit-code")
+    assert done.exit_code == 1
+    assert done.stdout == "no anomalies in what could be read\n"
+    assert "is no whole anomaly.json" in done.stderr
 
 
 def test_progress(tmp_path: Path) -> None:

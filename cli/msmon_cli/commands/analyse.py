@@ -79,13 +79,15 @@ def analyse(  # noqa: PLR0917 - Typer calls it by name
         _show(analysis, path, replaced=replaced)
     if exit_code and analysis.total:
         raise typer.Exit(ExitCode.ANOMALIES)
+    if exit_code and analysis.unreadable and analysis.source == "anomaly.json":
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _show(analysis: Analysis, path: Path, *, replaced: bool) -> None:
     for unreadable in analysis.unreadable:
         console.show_warning(f"{unreadable} is no whole anomaly.json: what could not be read is left out")
     if not analysis.total:
-        console.show_line("no anomalies")
+        console.show_line("no anomalies" + (" in what could be read" if analysis.unreadable else ""))
     else:
         total, ranks, shown = analysis.total, len(analysis.by_rank), len(analysis.first)
         found = f"{total:,} {'anomalies' if total > 1 else 'anomaly'} on {ranks} rank{'s' if ranks > 1 else ''}"
@@ -94,7 +96,7 @@ def _show(analysis: Analysis, path: Path, *, replaced: bool) -> None:
     if analysis.left_out:
         console.show_note(f"{analysis.left_out:,} anomalies of other runs are left out (--all-runs ranks them too)")
     if analysis.source == "csv":
-        console.show_note("the run wrote no anomaly.json: the rules were applied to its CSV files")
+        console.show_note("no anomaly.json was used: the rules were applied to the CSV files")
     console.show_note(f"{'replaced' if replaced else 'wrote'} {path}")
 
 
