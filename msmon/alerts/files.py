@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -101,7 +102,9 @@ class AnomalyFile:
         """Write no more: another process may have the file."""
         lock, self._lock = self._lock, None
         if lock is not None:
-            os.close(lock)
+            with contextlib.suppress(OSError):  # the script may close all descriptors, and use the number again
+                if os.path.samestat(os.fstat(lock), self.path.with_name(LOCK_FILE).stat()):
+                    os.close(lock)
 
     def _take(self) -> bool:
         """Whether no other process writes here; where the file system has no locks, none is assumed to."""

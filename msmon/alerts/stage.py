@@ -60,7 +60,7 @@ class Alerts:
     def flush(self) -> None:
         """The run ends: try once more to write what could not be written."""
         if self._file is not None:
-            self._keep(self._file.flush)
+            self._guard.run(self._keep, self._file.flush)
 
     def release(self) -> None:
         """Nothing more is written by this process."""

@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,7 +29,6 @@ from msmon.config.schema import AlertConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from msmon.alerts.observations import Observations
     from msmon.sinks.base import RecordedStep
@@ -190,6 +190,24 @@ def test_two_jobs_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
     Alerts(evaluator("AnomalyNan"), file=third).judge(bad(0, "b"), ["norm"])
     assert len(read(tmp_path)) == 4
     assert [path.name for path in sorted(folder.glob("*.json"))] == [own.name, "anomaly.json", "runs.json"]
+
+
+def test_a_descriptor_of_the_script_is_left_alone(tmp_path: Path) -> None:
+    """A script that closes all descriptors gets the number of ours for a file of its own: that one stays open."""
+    file = anomaly_file(tmp_path)
+    file.open()
+    folder = file.path.parent
+    (mine,) = (
+        int(entry.name)
+        for entry in Path("/proc/self/fd").iterdir()
+        if entry.is_symlink() and entry.readlink() == folder / ".lock"
+    )
+    os.close(mine)
+    script = os.open(tmp_path / "script", os.O_CREAT | os.O_WRONLY)
+    assert script == mine
+    file.release()
+    os.write(script, b"still open")
+    os.close(script)
 
 
 def test_what_could_not_be_written_is_written_later(
