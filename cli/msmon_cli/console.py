@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
-from rich.table import Table
 from rich.tree import Tree
 
 import msmon
@@ -126,6 +124,8 @@ def _side(described: Mapping[str, Any], side: str) -> str:
 
 def show_anomalies(analysis: Analysis) -> None:
     """The first anomalies as a table, one a line, in the order in which they came to be."""
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name, justify in _COLUMNS.items():
         table.add_column(name, justify=justify, overflow="fold", no_wrap=name not in {"tensor", "finding"})
@@ -141,6 +141,8 @@ def show_anomalies(analysis: Analysis) -> None:
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr, on a terminal only; gives a function that takes how much is done, and of how much."""
+    from rich.progress import Progress
+
     with Progress(console=_err, transient=True, disable=not _err.is_terminal) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
