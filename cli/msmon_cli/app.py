@@ -12,7 +12,7 @@ import typer
 from msmon import env
 from msmon.errors import ExitCode, MsmonError
 from msmon_cli import console
-from msmon_cli.commands import print_struct, run, switch, validate_config
+from msmon_cli.commands import analyse, print_struct, run, switch, validate_config
 
 EPILOG = """
 Examples:
@@ -20,6 +20,8 @@ Examples:
   msmon run -- python train.py
 
   msmon run --config monitor.json -- torchrun --nproc-per-node 2 train.py
+
+  msmon analyse monitor_output
 
   msmon print-struct -- python train.py
 
@@ -47,6 +49,7 @@ app.command(
     options_metavar="[OPTIONS] --",
     no_args_is_help=True,
 )(print_struct.print_struct)
+app.command("analyse", no_args_is_help=True)(analyse.analyse)
 app.command("validate-config")(validate_config.validate_config)
 app.command("on")(switch.on)
 app.command("off")(switch.off)
