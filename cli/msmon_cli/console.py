@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import re
@@ -16,7 +17,7 @@ import msmon
 from msmon.errors import ConfigError, MsmonError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from msmon.offline.structure import ModuleNode
 
@@ -108,6 +109,16 @@ def _side(described: Mapping[str, Any], side: str) -> str:
             tensors.append(text.removeprefix("<class '").removesuffix("'>"))
     config = described[side]["config"]
     return ", ".join(tensors) if config in {"tensor", "list[1]"} else f"{config} {{{', '.join(tensors)}}}"
+
+
+@contextlib.contextmanager
+def progress(what: str, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, in a terminal only; yields what is to be called with how much is done, and of how much."""
+    from rich.progress import Progress
+
+    with Progress(console=_err, transient=True, disable=not (shown and _err.is_terminal)) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def show_version() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from msmon.errors import MISSING, Problem
+from msmon.sinks import tensorboard
 
 if TYPE_CHECKING:
     from msmon.config.schema import MonitorConfig
@@ -26,8 +27,9 @@ def unavailable(config: MonitorConfig) -> list[Problem]:
         for path, feature in FEATURES.items()
         if (value := _look_up(config, path)) not in (False, ())
     ]
-    if config.format == "tensorboard":
-        problems.append(_refuse("format", config.format, f"the format {config.format}", 'use "csv"'))
+    if config.format == "tensorboard" and not tensorboard.available():
+        hint = "pip install 'msmon[tensorboard]'"
+        problems.append(Problem("format", "TensorBoard is not installed", config.format, hint, slug="missing-extra"))
     return problems
 
 
@@ -38,11 +40,11 @@ def _look_up(config: MonitorConfig, path: str) -> object:
     return value
 
 
-def _refuse(path: str, value: object, feature: str, hint: str = "") -> Problem:
+def _refuse(path: str, value: object, feature: str) -> Problem:
     return Problem(
         path,
-        f"this version does not record {feature} yet" if not hint else f"this version does not have {feature} yet",
+        f"this version does not record {feature} yet",
         value,
-        hint or f"remove `{path}` or set it to its default",
+        f"remove `{path}` or set it to its default",
         slug="not-available-yet",
     )

@@ -170,7 +170,7 @@ def run(  # noqa: PLR0917 - Typer calls it by name
         str,
         typer.Option(
             "--format",
-            help="csv, or api: memory only (tensorboard is not in this version yet).",
+            help="csv, tensorboard (an extra), or api: memory only.",
             show_default=False,
             rich_help_panel=OUTPUT,
         ),

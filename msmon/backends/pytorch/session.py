@@ -86,7 +86,8 @@ class _Output:
 
     @classmethod
     def into(cls, directory: Path, rank: int, config: MonitorConfig) -> _Output:
-        return cls(directory, rank, config, Writer(_make_sink(directory, rank, config)))
+        sink = _make_sink(directory, rank, config, resumed=bool(config.append_output))
+        return cls(directory, rank, config, Writer(sink))
 
     def submit(self, table: StepTable, config: MonitorConfig) -> None:
         if config is not self.config:
@@ -97,10 +98,12 @@ class _Output:
         self.writer.submit(table)
 
 
-def _make_sink(directory: Path, rank: int, config: MonitorConfig) -> Sink:
+def _make_sink(directory: Path, rank: int, config: MonitorConfig, *, resumed: bool = False) -> Sink:
+    if config.format == "tensorboard":
+        return TensorBoardSink(directory, rank, config.columns, resumed=resumed)
     table = CsvSink(directory, config.columns, config.ndigits, config.step_count_per_record)
     if config.ur_distribution and tensorboard.installed():
-        return SeveralSinks(table, TensorBoardSink(directory, rank, len(config.statistics)))
+        return SeveralSinks(table, TensorBoardSink(directory, rank, config.columns, histograms_only=True))
     return table
 
 
@@ -539,7 +542,9 @@ class Session:
         log.say(f"{self.steps_seen} training steps seen, {self.steps_collected} collected{cut}{lost}")
         log.say(f"output: {self.output.directory}")
         example = _example_file(self.output.directory)
-        if example is not None:
+        if self.output.config.format == "tensorboard":
+            log.say(f"next:   tensorboard --logdir {shlex.quote(str(self._output_root))}")
+        elif example is not None:
             log.say(f"next:   head {shlex.quote(str(example))}")
 
     def close(self) -> None:
