@@ -9,9 +9,6 @@ Files are read twice: once to see where each step lies, once in the order of ste
 
 from __future__ import annotations
 
-import contextlib
-import csv
-import io
 import multiprocessing
 import shlex
 import signal
@@ -21,20 +18,17 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msmon.errors import ArgumentError, MsmonError, NoRecordingError, OutputError
 from msmon.offline.reader import kind_files, run_directories
+from msmon.offline.step_file import StepFile
 from msmon.runtime.run_directory import is_stamp, parse_directory_name, read_run_file, sortable, stamp
 from msmon.sinks import tensorboard
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from typing import BinaryIO
-
-_NO_SCALARS = {"vpp_stage", "name", "step", "micro_step", "shape", "dtype"}
-_NAMING = ("vpp_stage", "name", "step")
 
 
 @dataclass
@@ -95,7 +89,7 @@ class Conversion:
 
     def next_command(self) -> str:
         """Shows every step: by default TensorBoard shows a sample of a thousand."""
-        return f"tensorboard --logdir {shlex.quote(str(self.output))} --samples_per_plugin scalars=0,text=0"
+        return f"tensorboard --logdir {shlex.quote(str(self.output))} --samples_per_plugin scalars=1000000,text=100"
 
 
 def convert(
@@ -292,42 +286,32 @@ def _convert_in_worker(task: _Task, target: Path) -> Series:
 def _convert(task: _Task, target: Path, count: Callable[[int], None]) -> Series:
     """Write the event file of a task; ``count`` hears of bytes that are read, twice each."""
     series = Series(task.rank, task.kind, files=len(task.files))
-    sources: list[_Source] = []
     steps: dict[int, _Step] = {}
-    for order, path in task.files:
-        source = _Source(path, order)
-        sources.append(source)
-        for step, block in source.blocks(len(sources) - 1):
+    again = set()
+    for order, path in task.files:  # runs in their order
+        file = StepFile(path)
+        for step, begin, end in file.blocks():
             held = steps.get(step)
-            if held is None or held.order < order:
-                steps[step] = _Step(order, [block], repeated=held is not None)
-            elif held.order == order:
-                held.blocks.append(block)
-            else:
-                held.repeated = True
-        series.faults += source.faults
-        count(source.size)
-    series.steps = len(steps)
-    series.repeated = sum(step.repeated for step in steps.values())
+            if held is None or held.order != order:
+                again.update([step] * (held is not None))
+                held = steps[step] = _Step(order, [])
+            held.blocks.append((file, begin, end))
+        series.faults += file.faults
+        count(file.size)
+    series.steps, series.repeated = len(steps), len(again)
     if steps:
-        _write(series, target / f"rank{task.rank}" / task.kind, sources, steps, count)
+        _write(series, target / f"rank{task.rank}" / task.kind, steps, count)
     return series
 
 
-class _Step:
-    """Where the rows of a step lie: source, begin, end."""
+class _Step(NamedTuple):
+    """Where the rows of a step lie in the files of the run that counts."""
 
-    __slots__ = ("blocks", "order", "repeated")
-
-    def __init__(self, order: int, blocks: list[tuple[int, int, int]], *, repeated: bool) -> None:
-        self.order = order
-        self.blocks = blocks
-        self.repeated = repeated
+    order: int
+    blocks: list[tuple[StepFile, int, int]]
 
 
-def _write(
-    series: Series, directory: Path, sources: list[_Source], steps: dict[int, _Step], count: Callable[[int], None]
-) -> None:
+def _write(series: Series, directory: Path, steps: dict[int, _Step], count: Callable[[int], None]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for earlier in directory.glob("events.out.tfevents.*"):  # of an earlier conversion to the same place
         earlier.unlink()
@@ -335,127 +319,14 @@ def _write(
     try:
         for step in sorted(steps):
             rows: dict[str, list[tuple[str, float]]] = {}
-            for source, begin, end in steps[step].blocks:
-                rows.update(sources[source].rows(begin, end))
+            blocks = steps[step].blocks
+            for file, begin, end in blocks:
+                rows.update(file.rows(begin, end))
                 count(end - begin)
-            scalars = [(f"{name}/{op}", value) for name, values in rows.items() for op, value in values]
-            written = [tensorboard.scalar(tag, value) for tag, value in scalars]
-            moment = sources[steps[step].blocks[-1][0]].written
-            events.add(step, [*written, *non_finite.values(scalars)], wall_time=moment, flush=False)
-            series.values += len(scalars)
+            found = [(f"{name}/{op}", value) for name, values in rows.items() for op, value in values]
+            moment = blocks[-1][0].written
+            events.add(step, [*tensorboard.scalars(found), *non_finite.values(found)], wall_time=moment, flush=False)
+            series.values += len(found)
     finally:
         events.close()
     series.non_finite = non_finite.total
-
-
-class _Source:
-    """A CSV file, of which only whole lines of as many cells as the header has are taken.
-
-    Args:
-        path: The file.
-        order: Place of its directory in the order of runs.
-    """
-
-    def __init__(self, path: Path, order: int) -> None:
-        self.path = path
-        self.order = order
-        self.size, self.written = path.stat().st_size, path.stat().st_mtime
-        self.faults: list[str] = []
-        self._header: list[str] = []
-
-    def blocks(self, number: int) -> Iterator[tuple[int, tuple[int, int, int]]]:
-        """Each stretch of lines of one step: the step, and where it lies in source ``number``."""
-        try:
-            file = self.path.open("rb")
-        except OSError as error:
-            self._fault(f"cannot be read ({error.strerror})")
-            return
-        with file:
-            lines = _WholeLines(file)
-            try:
-                yield from self._blocks(lines, number)
-            except (csv.Error, UnicodeDecodeError) as error:
-                self._fault(f"cannot be read from byte {lines.position} on ({error})")
-            if lines.torn:
-                self._fault("its last line is unfinished: left out")
-
-    def _blocks(self, lines: _WholeLines, number: int) -> Iterator[tuple[int, tuple[int, int, int]]]:
-        reader = csv.reader(lines)
-        self._header = next(reader, [])
-        if not set(_NAMING).issubset(self._header):
-            missing = ", ".join(column for column in _NAMING if column not in self._header)
-            self._fault(f"is no file of a monitor (without {missing}): left out")
-            return
-        place, width, bad = self._header.index("step"), len(self._header), 0
-        step, begin, end = -1, lines.position, lines.position
-        try:
-            for cells in reader:
-                before, end = end, lines.position
-                if lines.torn and not lines.complete:
-                    end = before
-                    break
-                this = int(cells[place]) if len(cells) == width and cells[place].isdecimal() else -1
-                bad += this < 0
-                if this != step:
-                    if step >= 0 and before > begin:
-                        yield step, (number, begin, before)
-                    step, begin = this, before
-        finally:
-            if bad:
-                self._fault(f"{bad} lines have other cells than the header says: left out")
-        if step >= 0 and end > begin:
-            yield step, (number, begin, end)
-
-    def rows(self, begin: int, end: int) -> Iterator[tuple[str, list[tuple[str, float]]]]:
-        """The rows between two places: ``vp{stage}:{name}[:micro{n}]`` and its numbers."""
-        with self.path.open("rb") as file:
-            file.seek(begin)
-            text = file.read(end - begin).decode("utf-8", "surrogatepass")
-        places = [(column, place) for place, column in enumerate(self._header) if column not in _NO_SCALARS]
-        stage, name = (self._header.index(column) for column in ("vpp_stage", "name"))
-        micro = self._header.index("micro_step") if "micro_step" in self._header else None
-        for cells in csv.reader(io.StringIO(text, newline="")):
-            suffix = f":micro{cells[micro]}" if micro is not None else ""
-            values = [(column, number) for column, place in places if (number := _number(cells[place])) is not None]
-            yield f"vp{cells[stage]}:{cells[name]}{suffix}", values
-
-    def _fault(self, what: str) -> None:
-        self.faults.append(f"{self.path}: {what}")
-
-
-class _WholeLines:
-    """The lines of a file, decoded, without one at its end that is not whole.
-
-    Attributes:
-        position: Where the next line begins.
-        torn: Whether the file ends in a line that is not whole.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.position = 0
-        self.torn = False
-        self._file = file
-        self._quotes = 0
-
-    @property
-    def complete(self) -> bool:
-        """Whether no quoted cell is open where the next line begins."""
-        return self._quotes % 2 == 0
-
-    def __iter__(self) -> _WholeLines:
-        return self
-
-    def __next__(self) -> str:
-        line = self._file.readline()
-        if not line.endswith(b"\n"):
-            self.torn = bool(line) or not self.complete
-            raise StopIteration
-        self.position += len(line)
-        self._quotes += line.count(b'"')
-        return line.decode("utf-8", "surrogatepass")
-
-
-def _number(cell: str) -> float | None:
-    with contextlib.suppress(ValueError):
-        return float(cell)
-    return None

@@ -76,7 +76,7 @@ class EventFile:
 
         Args:
             step: The step.
-            values: From :func:`scalar`, :func:`text` and :func:`histogram`.
+            values: From :func:`scalars` and :func:`text`, and histograms.
             wall_time: When it happened; by default now.
             flush: Have it on disk when this returns.
 
@@ -115,11 +115,12 @@ class EventFile:
         return self._writer
 
 
-def scalar(tag: str, value: float) -> Any:  # noqa: ANN401 - tensorboard has no types
-    """A number; TensorBoard keeps float32."""
-    from tensorboard.compat.proto import summary_pb2  # noqa: PLC0415 - an extra
+def scalars(pairs: Iterable[tuple[str, float]]) -> list[Any]:
+    """Numbers, each with its tag; TensorBoard keeps float32."""
+    from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415 - an extra
 
-    return summary_pb2.Summary.Value(tag=tag, simple_value=value)
+    make = Summary.Value
+    return [make(tag=tag, simple_value=value) for tag, value in pairs]
 
 
 def text(tag: str, content: str) -> Any:  # noqa: ANN401 - as above
@@ -151,12 +152,11 @@ class NonFinite:
         self._tag = f"{NON_FINITE}/{prefix}"
         self._texts = 0
 
-    def values(self, scalars: Iterable[tuple[str, float]]) -> Iterator[Any]:
+    def values(self, pairs: Iterable[tuple[str, float]]) -> Iterator[Any]:
         """What a step with these scalars adds."""
-        found = [(tag, value) for tag, value in scalars if not math.isfinite(value)]
+        found = [(tag, value) for tag, value in pairs if not math.isfinite(value)]
         self.total += len(found)
-        yield scalar(f"{self._tag}in_step", len(found))
-        yield scalar(f"{self._tag}so_far", self.total)
+        yield from scalars([(f"{self._tag}in_step", len(found)), (f"{self._tag}so_far", self.total)])
         if found and self._texts < _TEXTS:
             self._texts += 1
             lines = [f"- `{tag}`: {value}" for tag, value in found[:_NAMES_SHOWN]]
@@ -200,17 +200,17 @@ class TensorBoardSink:
             OSError: It could not be written; the next step begins another file.
         """
         values: list[Any] = []
-        scalars: dict[str, Scalars] = {}
+        by_kind: dict[str, Scalars] = {}
         for order, (row, numbers) in enumerate(step.lines(len(self._statistics))):
             if row.is_histogram:
                 values += self._histogram(row, numbers)
             elif not self._histograms_only:
-                scalars.setdefault(row.kind, []).extend(self._scalars(row, order, numbers))
-        for kind, found in scalars.items():
-            values += [scalar(tag, value) for tag, value in found]
+                by_kind.setdefault(row.kind, []).extend(self._scalars(row, order, numbers))
+        for kind, found in by_kind.items():
+            values += scalars(found)
             values += self._non_finite.setdefault(kind, NonFinite(f"{kind}_")).values(found)
         if not self._histograms_only:
-            values += [scalar(tag, value) for tag, value in _about(step)]
+            values += scalars(_about(step))
         if values:
             self._file.add(step.step, values)
 

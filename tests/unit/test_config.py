@@ -13,6 +13,7 @@ from msmon.config.explain import as_documents, explain
 from msmon.config.load import load_config, parse_config, read_document
 from msmon.config.schema import MonitorConfig, json_schema
 from msmon.errors import MISSING, ConfigError, ExitCode, Problem
+from msmon.sinks import tensorboard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -260,7 +261,6 @@ def test_columns() -> None:
 NOT_YET = [
     ({"alert": {"rules": [NAN_RULE]}}, "alert.rules", "alerts"),
     ({"alert": {"dump": True}}, "alert.dump", "alerts"),
-    ({"format": "tensorboard"}, "format", "tensorboard"),
 ]
 
 
@@ -276,13 +276,21 @@ def test_not_available_yet(document: dict[str, Any], path: str, reason: str) -> 
 
 def test_every_feature_is_tested() -> None:
     """The list above covers every feature that is not there yet."""
-    assert {path for _, path, _ in NOT_YET} == {*FEATURES, "format"}
+    assert {path for _, path, _ in NOT_YET} == set(FEATURES)
 
 
 def test_not_available_problems_are_all_named() -> None:
     """Several such keys are named together."""
-    document = {"alert": {"rules": [NAN_RULE], "dump": True}, "format": "tensorboard"}
-    assert [found.path for found in problems(document)] == ["alert.rules", "alert.dump", "format"]
+    document = {"alert": {"rules": [NAN_RULE], "dump": True}}
+    assert [found.path for found in problems(document)] == ["alert.rules", "alert.dump"]
+
+
+def test_tensorboard_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it the format is refused before anything starts, and the extra named."""
+    monkeypatch.setattr(tensorboard.importlib.util, "find_spec", lambda _name: None)
+    found = problem({"format": "tensorboard"})
+    assert (found.path, found.slug) == ("format", "missing-extra")
+    assert "msmon[tensorboard]" in found.hint
 
 
 # The original's guide, section by section.
