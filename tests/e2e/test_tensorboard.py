@@ -57,7 +57,7 @@ def same(one: dict[tuple[str, int], float], other: dict[tuple[str, int], float])
     assert one.keys() == other.keys()
     assert one
     for key, value in other.items():
-        assert one[key] == pytest.approx(value, rel=1e-6, abs=1e-30, nan_ok=True), key
+        assert one[key] == pytest.approx(value, rel=1e-6, abs=1e-12, nan_ok=True), key
 
 
 def test_converted_and_live(runner: Runner) -> None:

@@ -156,20 +156,35 @@ class Session:
         self._summarized = False
         _sessions.add(self)
         events.subscribe(self)
-        self.communication = self._make_communication_tap() if config.cc_distribution.enable else None
+        self._log_calls_until = 1
+        self.communication = self._make_communication_tap(config) if self._dynamic is None else None
 
-    def _make_communication_tap(self) -> CommunicationTap:
+    def _make_communication_tap(self, config: MonitorConfig) -> CommunicationTap | None:
         """Communication belongs to the process; its rows go with the steps of the first model.
 
         The tap is there before any model is watched, since the first step communicates before its backward pass.
         """
-        reduction = Reduction(self._kernel, [Statistic(op) for op in self.config.statistics], self.config.eps)
-        tap = CommunicationTap(reduction, self.config.cc_distribution, self._collecting_communication)
+        if not config.cc_distribution.enable:
+            return None
+        reduction = Reduction(self._kernel, [Statistic(op) for op in config.statistics], config.eps)
+        tap = CommunicationTap(reduction, config.cc_distribution, self._collecting_communication)
         tap.attach()
         return tap
 
+    def _follow(self, watch: Watch) -> None:
+        """A model of a dynamic run has begun, changed or ended recording; communication goes with the first model."""
+        records = not watch.gate.finished
+        if watch is self.watches[0]:
+            if self.communication is not None:
+                self.communication.detach()
+            self.communication = self._make_communication_tap(watch.config) if records else None
+            watch.communication = self.communication
+            self._log_calls_until = self.steps_seen + 2  # the step that has just ended is not counted yet
+        if records:
+            self._warn(watch.config)
+
     def _collecting_communication(self) -> bool:
-        first = self.config.start_step == 0 and self._dynamic is None
+        first = self.config.start_step == 0
         collecting = self.watches[0].collecting if self.watches else first
         return collecting and not capturing()
 
@@ -214,6 +229,7 @@ class Session:
         watch.on_step = self._count_step
         if self._dynamic is not None:
             watch.finished = self._dynamic.finished
+            watch.follows = lambda followed: self.guard.run(self._follow, followed)
         for number, model in enumerate(models):
             prefix = prefixes[number] if prefixes else ""
             naming = Naming(prefix, number if raw_names else 0, raw_names, self.config.squash_name)
@@ -297,8 +313,9 @@ class Session:
             return None
         if self.place is None:
             self._arrive()
-        if self.communication is not None and self.config.cc_distribution.cc_log_only and self.steps_seen:
-            self._show_calls_and_stop(self.communication)
+        tap = self.communication
+        if tap is not None and tap.log_only and self.steps_seen >= self._log_calls_until:
+            self._show_calls_and_stop(tap)
         inner = watch.wrapped_by(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         self._stepping.append((optimizer, watch))
@@ -441,7 +458,7 @@ class Session:
             self._leave()
             return
         self._termination = Termination(self.finish)
-        self._warn()
+        self._warn(self.config)
 
     def open(self) -> None:
         """Make the directory and start the writer, once. A place that cannot be written is said once."""
@@ -502,13 +519,15 @@ class Session:
                     raise
                 log.say(f"run.json could not be written ({error.strerror})", once="run.json")
 
-    def _warn(self) -> None:
+    def _warn(self, config: MonitorConfig) -> None:
         """What in the configuration selects nothing."""
-        if self.config.forward_only and self.config.backward_only and not self._injected:  # `msmon run` has said it
+        if config.forward_only and config.backward_only and not self._injected:  # `msmon run` has said it
             log.say("forward_only and backward_only are both on: no activations are recorded", once="forward_only")
         names = [name for watch in self.watches for name in watch.inventory.all_names]
-        modules = [name for watch in self.watches if watch.modules for name in watch.modules.names]
-        selection = Selection(self.config.targets)
+        modules = [
+            name for watch in self.watches if watch.modules or self._dynamic is not None for name in watch.module_names
+        ]  # a file that is followed may ask for modules later
+        selection = Selection(config.targets)
         for name in [*names, *modules]:
             selection.selects(name)
         for target, close in selection.unmatched([*names, *modules]).items():
