@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msmon
 from msmon import env
@@ -58,6 +58,7 @@ def prepare_environment(
     *,
     output: str = "",
     source: str = "",
+    options: dict[str, Any] | None = None,
     grad_acc_steps: int | None = None,
 ) -> tuple[dict[str, str], list[str]]:
     """The environment of the command, with the settings file written.
@@ -66,7 +67,8 @@ def prepare_environment(
         config: A checked configuration.
         command: The command and its arguments.
         output: Output root; empty for ``MONITOR_OUTPUT_DIR``, else ``./monitor_output``.
-        source: The configuration file, for the report.
+        source: The configuration file, for the report and to be followed.
+        options: What options put over the file.
         grad_acc_steps: Micro-batches a step, when the user said so.
 
     Returns:
@@ -80,6 +82,7 @@ def prepare_environment(
         output_root=root,
         document=config.model_dump(mode="json", exclude_unset=True),
         source=str(Path(source).absolute()) if source else "",
+        options=options or {},
         grad_acc_steps=grad_acc_steps,
         command=list(command),
     )

@@ -279,17 +279,16 @@ def test_restarted_by_torchrun(runner: Runner) -> None:
             "0.1",
         ],
         DYNAMIC_MONITOR="True",
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",  # else gloo meets its addresses of before the restart, now and then
     )
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
-        directories = done.directories(rank)
-        assert len(directories) == 2
-        assert directories[0].name[-8:] == directories[1].name[-8:]
-        rows = [row for row in done.rows("grad_reduced", rank) if "max" in row.values]
-        assert len({row.step for row in rows}) == 2
-        assert min(row.step for row in rows) > 30
-        anew = {row.step for row in read_kind(directories[-1], "grad_reduced")}
-        assert {1, 2, 3} <= anew
+        (directory,) = done.directories(rank)  # the workers before had not begun to record
+        rows = read_kind(directory, "grad_reduced")
+        maxima = sorted({row.step for row in rows if "max" in row.values})
+        assert len(maxima) == 2
+        assert maxima[0] > 30
+        assert {row.step for row in rows} == {*range(1, maxima[0]), *maxima}
     assert content(runner)["dynamic_on"] is False
     assert "steps late" not in done.stderr
 
@@ -370,3 +369,17 @@ def test_read_only_file_system(runner: Runner) -> None:
     assert done.returncode == 0, done.stderr
     assert collected(done) == [1, 2]
     assert done.stderr.count("dynamic_on could not be set to false") == 1
+
+
+def test_changed_before_training_begins(runner: Runner) -> None:
+    """What the file says when the training process begins counts, not what it said when `msmon run` was called."""
+    edit = 'from pathlib import Path; p = Path(sys.argv[1]); p.write_text(p.read_text().replace("false", "true"))'
+    script = runner.write(SCRIPT.replace("    import torch\n", f"    {edit}\n    import torch\n", 1))
+    path = runner.write_config(**OFF, mv_distribution=False)
+    options = ["--config", str(path), "--ops", "max", "--dynamic"]
+    done = runner.monitored(script, str(path), "{}", "8", "0.02", options=options)
+    assert done.returncode == 0, done.stderr
+    assert collected(done) == [1, 2]
+    assert all("max" in row.values and "norm" not in row.values for row in done.rows("grad_reduced"))
+    assert content(runner) == {**OFF, "mv_distribution": True}
+    assert {row.step for row in done.rows("exp_avg")} == {1, 2}

@@ -235,7 +235,7 @@ def run(  # noqa: PLR0917 - Typer calls it by name
     if config is not None:
         checked = parse_config({**read_document(config), **options}, source=str(config))
     environment, notes = launch.prepare_environment(
-        checked, command, output=output, source=str(config or ""), grad_acc_steps=grad_acc_steps
+        checked, command, output=output, source=str(config or ""), options=options, grad_acc_steps=grad_acc_steps
     )
     if dynamic:
         if config is None:

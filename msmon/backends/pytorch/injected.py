@@ -67,6 +67,7 @@ class InjectedMonitor:
             injected=settings.for_report(),
             on_training=self.watch_waiting,
             config_path=settings.source,
+            options=settings.options,
         )
 
     def after_fork(self) -> None:

@@ -51,7 +51,7 @@ from msmon.sinks.tensorboard import TensorBoardSink
 from msmon.stats.definitions import Statistic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
     from torch.nn import Module
@@ -117,6 +117,7 @@ class Session:
         on_training: Called when a backward pass begins and, with the optimizer, when one steps that is not watched:
             may add models.
         config_path: Where the configuration was read from. With ``DYNAMIC_MONITOR`` the file is followed.
+        options: Keys from the command line, which go over those of the file.
     """
 
     def __init__(
@@ -127,7 +128,13 @@ class Session:
         injected: dict[str, Any] | None = None,
         on_training: Callable[[Optimizer | None], None] | None = None,
         config_path: str = "",
+        options: Mapping[str, Any] | None = None,
     ) -> None:
+        self._number = next(_numbers)
+        self._dynamic: DynamicRun | None = None
+        if config_path and env.dynamic_requested():
+            self._dynamic = DynamicRun(config_path, config, self._number, options)
+            config = self._dynamic.config
         self.config = config
         self.watches: list[Watch] = []
         self.place: Place | None = None
@@ -143,10 +150,6 @@ class Session:
         self._injected = injected or {}
         self._on_training = on_training
         self._termination: Termination | None = None
-        self._number = next(_numbers)
-        self._dynamic = (
-            DynamicRun(config_path, config, self._number) if config_path and env.dynamic_requested() else None
-        )
         self._under_way: dict[int, list[tuple[Optimizer, Watch | None]]] = {}
         self._scales: dict[int, Tensor | None] = {}
         self._unwritable = False
