@@ -24,6 +24,7 @@ from msmon.config.load import parse_config, read_document
 from msmon.config.watch import ConfigWatcher
 from msmon.errors import MsmonError
 from msmon.plan.dynamic import DynamicGate
+from msmon.runtime.interruption import from_signal_handler
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,8 +63,9 @@ class DynamicRun:
             content = Path(path).read_bytes()
             self.config = parse_config({**read_document(path), **self._options}, source=path)
             self._content = content
-        except (OSError, MsmonError):
-            pass  # the watcher says it if that lasts
+        except (OSError, MsmonError) as error:  # if that lasts, the watcher says it
+            if from_signal_handler(error):
+                raise
         self._key = f"{_PREFIX}/{os.environ.get(env.RESTARTS, '0')}/{session}"
         self._gates: list[DynamicGate] = []
         self._watcher: ConfigWatcher | None = None

@@ -177,7 +177,7 @@ class Session:
     def _follow(self, watch: Watch) -> None:
         """A model of a dynamic run has begun, changed or ended recording; communication goes with the first model."""
         records = not watch.gate.finished
-        if watch is self.watches[0]:
+        if watch in self.watches[:1]:
             if self.communication is not None:
                 self.communication.detach()
             self.communication = self._make_communication_tap(watch.config) if records else None
