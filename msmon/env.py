@@ -38,6 +38,9 @@ RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 WORLD_SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+"""How often torchrun has started the workers anew: they may find its store with what those before them left there."""
+
 JOB_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PBS_JOBID", "LSB_JOBID", "PMIX_NAMESPACE")
 """Together they name a job that several hosts share."""
 

@@ -6,6 +6,8 @@
     ├── ConfigError                exit 2    a configuration that cannot be used, with all its problems
     ├── ArgumentError (TypeError)  exit 2    a wrong argument to a public call
     ├── OutputError                exit 1    a place that cannot be written
+    ├── MissingExtraError          exit 1    a library that this needs is not installed
+    ├── NoRecordingError           exit 1    a directory without what is to be read
     ├── CommandNotFoundError       exit 127  `msmon run -- COMMAND`: no such command
     └── CommandNotExecutableError  exit 126  `msmon run -- COMMAND`: not executable
 
@@ -105,6 +107,18 @@ class OutputError(MsmonError):
     """A directory or file that cannot be written."""
 
     slug = "output-unwritable"
+
+
+class MissingExtraError(MsmonError):
+    """Something optional is asked for, and the library that it needs is not installed."""
+
+    slug = "missing-extra"
+
+
+class NoRecordingError(MsmonError):
+    """A directory does not hold the output of a run that is to be read."""
+
+    slug = "no-recording"
 
 
 class CommandNotFoundError(MsmonError):

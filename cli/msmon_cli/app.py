@@ -12,7 +12,7 @@ import typer
 from msmon import env
 from msmon.errors import ExitCode, MsmonError
 from msmon_cli import console
-from msmon_cli.commands import analyse, print_struct, run, switch, validate_config
+from msmon_cli.commands import analyse, csv2tb, print_struct, run, switch, validate_config
 
 EPILOG = """
 Examples:
@@ -26,6 +26,8 @@ Examples:
   msmon print-struct -- python train.py
 
   msmon validate-config monitor.json
+
+  msmon csv2tb monitor_output
 """
 
 app = typer.Typer(
@@ -51,6 +53,7 @@ app.command(
 )(print_struct.print_struct)
 app.command("analyse", no_args_is_help=True)(analyse.analyse)
 app.command("validate-config")(validate_config.validate_config)
+app.command("csv2tb")(csv2tb.csv2tb)
 app.command("on")(switch.on)
 app.command("off")(switch.off)
 app.command("status")(switch.status)

@@ -139,11 +139,11 @@ def show_anomalies(analysis: Analysis) -> None:
 
 
 @contextlib.contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, on a terminal only; gives a function that takes how much is done, and of how much."""
+def progress(what: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, in a terminal only; yields what is to be called with how much is done, and of how much."""
     from rich.progress import Progress
 
-    with Progress(console=_err, transient=True, disable=not _err.is_terminal) as bar:
+    with Progress(console=_err, transient=True, disable=not (shown and _err.is_terminal)) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

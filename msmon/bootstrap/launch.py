@@ -58,6 +58,7 @@ def prepare_environment(
     *,
     output: str = "",
     source: str = "",
+    options: dict[str, Any] | None = None,
     grad_acc_steps: int | None = None,
     alerts: dict[str, Any] | None = None,
 ) -> tuple[dict[str, str], list[str]]:
@@ -67,7 +68,8 @@ def prepare_environment(
         config: A checked configuration.
         command: The command and its arguments.
         output: Output root; empty for ``MONITOR_OUTPUT_DIR``, else ``./monitor_output``.
-        source: The configuration file, for the report.
+        source: The configuration file, for the report and to be followed.
+        options: What options put over the file.
         grad_acc_steps: Micro-batches a step, when the user said so.
         alerts: What the command line says of alerts.
 
@@ -82,6 +84,7 @@ def prepare_environment(
         output_root=root,
         document=config.model_dump(mode="json", exclude_unset=True),
         source=str(Path(source).absolute()) if source else "",
+        options=options or {},
         grad_acc_steps=grad_acc_steps,
         command=list(command),
         alerts=alerts or {},

@@ -30,6 +30,7 @@ class Settings:
         output_root: Absolute path.
         document: The configuration, as a JSON document.
         source: The configuration file, or empty.
+        options: What options put over the file, as a JSON document.
         grad_acc_steps: Micro-batches a step, when the user said so.
         command: The command of the run.
         alerts: What the command line says of alerts, as plain values.
@@ -41,6 +42,7 @@ class Settings:
     output_root: str
     document: dict[str, Any]
     source: str
+    options: dict[str, Any]
     grad_acc_steps: int | None
     command: list[str]
     alerts: dict[str, Any] = field(default_factory=dict)

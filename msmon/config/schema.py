@@ -244,7 +244,7 @@ class MonitorConfig(_Frozen):
         AlertConfig(), description="Alert rules, and whether anomalies are written to files; see `docs/alerts.md`."
     )
     format: Literal["csv", "tensorboard", "api"] = Field(
-        "csv", description="`csv` files; `tensorboard` event files (not in this version yet); `api`: memory only."
+        "csv", description="`csv` files; `tensorboard` event files; `api`: memory only."
     )
     step_count_per_record: WholeNumber = Field(
         1, ge=1, le=1_000_000, description="Steps that one CSV file holds; its name says which."

@@ -46,6 +46,7 @@ class ConfigWatcher:
     Args:
         path: The file; it may be absent for a while.
         changed: Called on the watcher's thread with the configuration.
+        content: What is known of the file already; another content there is a change.
         options: Keys from the command line, which go over those of the file.
         polling: Poll instead of waiting for notifications; by default where the file system sends none.
     """
@@ -55,13 +56,14 @@ class ConfigWatcher:
         path: str | os.PathLike[str],
         changed: Callable[[MonitorConfig], None],
         *,
+        content: bytes | None,
         options: Mapping[str, Any] | None = None,
         polling: bool | None = None,
     ) -> None:
         self.path = Path(path).absolute()
         self._changed = changed
         self._options = dict(options or {})
-        self._content = self._read()
+        self._content = content
         self._wake = threading.Event()
         self._stopping = False
         folder = self.path.parent
@@ -78,6 +80,7 @@ class ConfigWatcher:
         self._observer.daemon = True
         self._observer.start()
         self._thread.start()
+        self._wake.set()  # it may have changed since it was read
 
     def stop(self) -> None:
         """Leave no thread behind."""

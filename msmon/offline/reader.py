@@ -59,17 +59,22 @@ def run_directories(root: Path, rank: int | None = None) -> list[Path]:
 
 def kinds(directory: Path) -> list[str]:
     """The kinds of data that a run directory holds."""
-    return sorted({match["kind"] for path in directory.iterdir() if (match := _FILE.fullmatch(path.name))})
+    return sorted({kind for kind, _ in kind_files(directory)})
+
+
+def kind_files(directory: Path) -> list[tuple[str, Path]]:
+    """The files of a run directory that hold rows, each with its kind of data: by kind, then by step."""
+    found = [
+        (match["kind"], int(match["first"]), path.name, path)
+        for path in directory.iterdir()
+        if (match := _FILE.fullmatch(path.name))
+    ]
+    return [(kind, path) for kind, _, _, path in sorted(found)]
 
 
 def read_kind(directory: Path, kind: str) -> list[RecordedRow]:
     """All rows of one kind, by step, in the order of the files."""
-    files = [
-        (int(match["first"]), path.name, path)
-        for path in directory.iterdir()
-        if (match := _FILE.fullmatch(path.name)) and match["kind"] == kind
-    ]
-    return [row for _, _, path in sorted(files) for row in _read_file(path, kind)]
+    return [row for this, path in kind_files(directory) if this == kind for row in _read_file(path, kind)]
 
 
 def read_by_steps(directory: Path) -> Iterator[list[RecordedRow]]:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 RUN_FILE = "run.json"
-_NAME = re.compile(r"(?P<stamp>[A-Z][a-z]{2}\d{2}_\d{2}-\d{2}-\d{2})-rank(?P<rank>\d+)-(?P<run>[0-9a-f]{8})")
+_STAMP = re.compile(r"[A-Z][a-z]{2}\d{2}_\d{2}-\d{2}-\d{2}")
+_NAME = re.compile(rf"(?P<stamp>{_STAMP.pattern})-rank(?P<rank>\d+)-(?P<run>[0-9a-f]{{8}})")
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 
 
@@ -81,21 +82,27 @@ def parse_directory_name(name: str) -> DirectoryName | None:
     match = _NAME.fullmatch(name)
     if match is None or match["stamp"][:3] not in _MONTHS:
         return None
-    return DirectoryName(_sortable(match["stamp"]), int(match["rank"]), match["run"])
+    return DirectoryName(sortable(match["stamp"]), int(match["rank"]), match["run"])
+
+
+def is_stamp(text: object) -> bool:
+    """Whether this is a timestamp as directories carry it."""
+    return isinstance(text, str) and bool(_STAMP.fullmatch(text)) and text[:3] in _MONTHS
+
+
+def sortable(text: str) -> tuple[int, str]:
+    """Sorts timestamps by time within a year."""
+    return _MONTHS.index(text[:3]), text[3:]
 
 
 def _between(root: Path, rank: int, first: str, last: str) -> Path | None:
-    low, high = _sortable(first), _sortable(last)
+    low, high = sortable(first), sortable(last)
     candidates = [
         (parsed.order, entry)
         for entry in root.iterdir()
         if (parsed := parse_directory_name(entry.name)) and parsed.rank == rank and low <= parsed.order <= high
     ]
     return max(candidates)[1] if candidates else None
-
-
-def _sortable(text: str) -> tuple[int, str]:
-    return _MONTHS.index(text[:3]), text[3:]
 
 
 def write_run_file(directory: Path, content: dict[str, Any]) -> None:

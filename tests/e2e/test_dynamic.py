@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from conftest import MSMON, TORCHRUN
+
+from msmon.offline.reader import read_kind, run_directories
 
 if TYPE_CHECKING:
     from conftest import Finished, Runner
@@ -137,7 +142,7 @@ def test_broken_file(runner: Runner) -> None:
     assert "Traceback" not in idle.stderr
 
 
-def test_deleted_and_read_only(runner: Runner) -> None:
+def test_deleted(runner: Runner) -> None:
     """A file that is deleted while collecting stops nothing; it cannot be written back, which is said."""
     script = runner.write(
         SCRIPT.replace("edit = edits.get", "os.remove(path) if step == 1 else None; edit = edits.get")
@@ -181,3 +186,206 @@ def test_command_line_options_stay(runner: Runner) -> None:
     done = runner.monitored(script, *arguments, options=options)
     assert collected(done) == [3, 4], done.stderr
     assert all("max" in row.values and "norm" not in row.values for row in done.rows("grad_reduced"))
+
+
+COMMUNICATION = SCRIPT.replace(
+    "print(step,",
+    'taken = torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "BackendSelect"); print(f"<{step}:{int(taken)}>"); print(step,',
+)
+
+
+def test_communication_follows(runner: Runner) -> None:
+    """It is recorded in the steps that are; in between nothing of ours stands in torch's table of operators."""
+    both = {"dynamic_on": True, "wg_distribution": True, "cc_distribution": {"enable": True}, "collect_times": 2}
+    edits = {
+        4: both,
+        44: {**both, "cc_distribution": {"enable": True, "cc_pre_hook": True}},
+        84: {**both, "cc_distribution": {}},
+    }
+    script = runner.write(COMMUNICATION)
+    arguments = [str(runner.folder / "monitor.json"), json.dumps(edits), "120", "0.1"]
+    off = {**both, "dynamic_on": False}
+    done = runner.monitored(script, *arguments, config=off, ranks=2, DYNAMIC_MONITOR="True")
+    assert done.returncode == 0, done.stderr
+    assert "switched off" not in done.stderr
+    for rank in (0, 1):
+        steps = collected(done, rank=rank)
+        assert len(steps) == 6, done.stderr
+        assert collected(done, "cc", rank) == steps[:4]
+        names = {step: {row.name for row in done.rows("cc", rank) if row.step == step} for step in steps[:4]}
+        assert [any(name.endswith(".input") for name in names[step]) for step in steps[:4]] == [
+            False,
+            False,
+            True,
+            True,
+        ]
+        assert all("all_reduce_0.output" in found for found in names.values())
+    taken = re.findall(r"<(\d+):([01])>", done.stdout)  # the lines of the ranks run into one another
+    assert {found for step, found in taken if int(step) in {3, 43, 83, 119}} == {"0"}
+    assert ("1" in {found for _, found in taken}) and len(taken) == 240
+
+
+def test_targets_are_known_while_idle(runner: Runner) -> None:
+    """A module without parameters is no unknown target though no hook is on it yet; one that matches nothing is said."""
+    done = run(runner, {**OFF, "targets": {"1": {}}}, {1: {**ON, "targets": {"1": {}}}})
+    assert collected(done, "actv") == [3, 4]
+    assert "matches no module" not in done.stderr
+    typed = run(runner, OFF, {1: {**ON, "targets": {"O": {}, "2": {}}}})
+    assert typed.stderr.count("target `O` matches no module or parameter") == 1
+
+
+SKEWED = """
+    import msmon.backends.pytorch.dynamic as dynamic
+    dynamic.POLL_SECONDS = {"1": 1.5, "2": 8.0, "3": 1000.0}.get(os.environ["RANK"], dynamic.POLL_SECONDS)
+    torch.manual_seed(0)
+"""
+
+
+def test_skewed_watchers(runner: Runner) -> None:
+    """A rank that looks seldom is in step with rank 0, one that hears late follows at once and says so, one that never
+    hears records nothing, and all train on.
+    """
+    script = runner.write(SCRIPT.replace("    torch.manual_seed(0)\n", SKEWED))
+    arguments = [str(runner.folder / "monitor.json"), json.dumps({5: {**ON, "collect_times": 1000}}), "120", "0.1"]
+    done = runner.monitored(script, *arguments, config=OFF, ranks=4, DYNAMIC_MONITOR="True")
+    assert done.returncode == 0, done.stderr
+    steps = [collected(done, rank=rank) for rank in range(4)]
+    assert steps[0] == steps[1] == list(range(steps[0][0], 120)), done.stderr
+    assert steps[2] == list(range(steps[2][0], 120))
+    assert steps[2][0] > steps[0][0]
+    assert steps[3] == []
+    assert re.search(r"\[rank 2\] heard of the changed configuration \d+ steps late", done.stderr)
+    assert len(done.stdout.splitlines()) == 4 * 120
+
+
+def test_restarted_by_torchrun(runner: Runner) -> None:
+    """The workers that torchrun starts anew begin with what the file says then, and hear nothing of what was before."""
+    fails = """
+        if step == 12 and rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os._exit(3)
+        edit = edits.get(os.environ["TORCHELASTIC_RESTART_COUNT"] + ":" + str(step))
+"""
+    script = runner.write(SCRIPT.replace("        edit = edits.get(str(step))\n", fails))
+    edits = {"0:2": {**ON, "collect_times": 1000}, "1:30": {**ON, "ops": ["max"]}}
+    path = runner.write_config(**OFF)
+    torchrun = [TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", str(script)]
+    done = runner.call(
+        [
+            MSMON,
+            "run",
+            "--output",
+            str(runner.output),
+            "--config",
+            str(path),
+            "--",
+            *torchrun,
+            str(path),
+            json.dumps(edits),
+            "80",
+            "0.1",
+        ],
+        DYNAMIC_MONITOR="True",
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",  # else gloo meets its addresses of before the restart, now and then
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        (directory,) = done.directories(rank)  # the workers before had not begun to record
+        rows = read_kind(directory, "grad_reduced")
+        maxima = sorted({row.step for row in rows if "max" in row.values})
+        assert len(maxima) == 2
+        assert maxima[0] > 30
+        assert {row.step for row in rows} == {*range(1, maxima[0]), *maxima}
+    assert content(runner)["dynamic_on"] is False
+    assert "steps late" not in done.stderr
+
+
+def test_clock_going_backwards(runner: Runner) -> None:
+    """A file that looks older after each edit, on a host whose clock falls back, is followed all the same."""
+    source = SCRIPT.replace(
+        "        time.sleep(2.0", "        os.utime(path, (1e9 - step, 1e9 - step)); time.sleep(2.0"
+    )
+    source = source.replace(
+        "    path, edits", "    real = time.time; time.time = lambda: 2e9 - real()\n    path, edits", 1
+    )
+    script = runner.write(source)
+    arguments = [str(runner.folder / "monitor.json"), json.dumps({1: ON, 5: {**ON, "ops": ["max"]}}), "10", "0.1"]
+    done = runner.monitored(script, *arguments, config=OFF, DYNAMIC_MONITOR="True")
+    assert done.returncode == 0, done.stderr
+    assert collected(done) == [3, 4, 7, 8]
+
+
+def test_two_jobs_follow_one_file(runner: Runner) -> None:
+    """Two jobs that share configuration and output record each into directories of their own, and the file ends off."""
+    script = runner.write(SCRIPT)
+    path = runner.write_config(**OFF)
+    command = [
+        MSMON,
+        "run",
+        "--output",
+        str(runner.output),
+        "--config",
+        str(path),
+        "--dynamic",
+        "--",
+        sys.executable,
+        str(script),
+        str(path),
+    ]
+    environment = {**runner.environment}
+    jobs = [
+        subprocess.Popen([*command, "{}", "150", "0.1"], cwd=runner.folder, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]  # fmt: skip
+    try:
+        for job in jobs:
+            assert job.stdout
+            while not job.stdout.readline().startswith("5 "):
+                assert job.poll() is None
+        assert runner.call([MSMON, "on", str(path)]).returncode == 0
+        for job in jobs:
+            _, errors = job.communicate(timeout=120)
+            assert job.returncode == 0, errors
+            assert "Traceback" not in errors
+    finally:
+        for job in jobs:
+            job.kill()
+    directories = run_directories(runner.output)
+    assert len({directory.name[-8:] for directory in directories}) == len(directories) == 2
+    for directory in directories:
+        assert len({row.step for row in read_kind(directory, "grad_reduced")}) == 2
+    assert content(runner) == OFF
+
+
+def test_read_only_file_system(runner: Runner) -> None:
+    """A file that cannot be written back is said once; nothing more is recorded, and training goes on."""
+    place = runner.folder / "readonly"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "none", str(place)], capture_output=True, check=False)
+    if mounted.returncode != 0:
+        pytest.skip("this user may not mount a file system")
+    try:
+        path = place / "monitor.json"
+        path.write_text(json.dumps(ON))
+        subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+        done = runner.monitored(
+            runner.write(SCRIPT), str(path), "{}", "10", "0.1", options=["--config", str(path), "--dynamic"]
+        )
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+    assert done.returncode == 0, done.stderr
+    assert collected(done) == [1, 2]
+    assert done.stderr.count("dynamic_on could not be set to false") == 1
+
+
+def test_changed_before_training_begins(runner: Runner) -> None:
+    """What the file says when the training process begins counts, not what it said when `msmon run` was called."""
+    edit = 'from pathlib import Path; p = Path(sys.argv[1]); p.write_text(p.read_text().replace("false", "true"))'
+    script = runner.write(SCRIPT.replace("    import torch\n", f"    {edit}\n    import torch\n", 1))
+    path = runner.write_config(**OFF, mv_distribution=False)
+    options = ["--config", str(path), "--ops", "max", "--dynamic"]
+    done = runner.monitored(script, str(path), "{}", "8", "0.02", options=options)
+    assert done.returncode == 0, done.stderr
+    assert collected(done) == [1, 2]
+    assert all("max" in row.values and "norm" not in row.values for row in done.rows("grad_reduced"))
+    assert content(runner) == {**OFF, "mv_distribution": True}
+    assert {row.step for row in done.rows("exp_avg")} == {1, 2}

@@ -39,7 +39,7 @@ def msmon(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["analyse"], ["print-struct"], ["run"], ["on"], ["off"], ["status"], ["validate-config"]],
+    [[], ["analyse"], ["csv2tb"], ["print-struct"], ["run"], ["on"], ["off"], ["status"], ["validate-config"]],
     ids=lambda command: "".join(command) or "msmon",
 )
 def test_help_is_frozen(command: list[str], tmp_path: Path) -> None:
@@ -199,13 +199,12 @@ def test_a_problem_is_said_to_be_where_it_is(tmp_path: Path) -> None:
         ["--start", "-1"],
         ["--ranks", "0,first"],
         ["--format", "tsv"],
-        ["--format", "tensorboard"],
         ["--ndigits", "21"],
         ["--steps-per-file", "0"],
     ],
 )
 def test_a_value_that_an_option_cannot_have(options: list[str], tmp_path: Path) -> None:
-    """Zero included, a wrong value is refused by the option's name, never dropped; so is what is not there yet."""
+    """Zero included, a wrong value is refused by the option's name, never dropped."""
     done = msmon("run", *options, "--", "touch", "started", cwd=tmp_path)
     assert done.returncode == 2
     assert f"in `command line` at `{options[0]}`" in done.stderr
@@ -413,7 +412,7 @@ def test_the_zsh_script_completes_when_it_is_autoloaded() -> None:
     ("words", "expected"),
     [
         (["msmon", "ru"], {"run"}),
-        (["msmon", ""], {"analyse", "off", "on", "print-struct", "run", "status", "validate-config"}),
+        (["msmon", ""], {"analyse", "csv2tb", "off", "on", "print-struct", "run", "status", "validate-config"}),
         (["msmon", "run", "--opt"], {"--optimizer-state"}),
         (["msmon", "validate-config", "--"], {"--schema", "--explain", "--json", "--help"}),
     ],

@@ -12,6 +12,7 @@ from msmon.config.explain import as_documents, explain
 from msmon.config.load import load_config, parse_config, read_document
 from msmon.config.schema import MonitorConfig, json_schema
 from msmon.errors import MISSING, ConfigError, ExitCode, Problem
+from msmon.sinks import tensorboard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -262,19 +263,12 @@ def test_columns() -> None:
     assert parsed({"ops": ["dtype", "nans", "id", "min"]}).statistics == ("nans", "min")
 
 
-NOT_YET = [
-    ({"format": "tensorboard"}, "format", "tensorboard"),
-]
-
-
-@pytest.mark.parametrize(("document", "path", "reason"), NOT_YET, ids=str)
-def test_not_available_yet(document: dict[str, Any], path: str, reason: str) -> None:
-    """A key whose feature comes later is refused with that reason, not ignored."""
-    found = problem(document)
-    assert found.path == path
-    assert found.slug == "not-available-yet"
-    assert reason in found.message
-    assert found.hint
+def test_tensorboard_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it the format is refused before anything starts, and the extra named."""
+    monkeypatch.setattr(tensorboard.importlib.util, "find_spec", lambda _name: None)
+    found = problem({"format": "tensorboard"})
+    assert (found.path, found.slug) == ("format", "missing-extra")
+    assert "msmon[tensorboard]" in found.hint
 
 
 # The original's guide, section by section.

@@ -53,7 +53,9 @@ def path(tmp_path: Path) -> Path:
 def heard(request: pytest.FixtureRequest, path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heard]:
     monkeypatch.setattr(watch, "POLL_SECONDS", 0.1)
     heard = Heard()
-    watcher = ConfigWatcher(path, heard, polling=request.param == "polling")
+    watcher = ConfigWatcher(
+        path, heard, content=path.read_bytes() if path.exists() else None, polling=request.param == "polling"
+    )
     watcher.start()
     yield heard
     watcher.stop()
@@ -115,7 +117,7 @@ def test_through_a_link(tmp_path: Path) -> None:
     link = tmp_path / "monitor.json"
     link.symlink_to(real)
     heard = Heard()
-    watcher = ConfigWatcher(link, heard)
+    watcher = ConfigWatcher(link, heard, content=real.read_bytes())
     watcher.start()
     real.write_text('{"dynamic_on": true}')
     assert heard.wait().dynamic_on
@@ -191,3 +193,14 @@ def test_cannot_be_switched(path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         set_dynamic(path, on=True)
     assert path.read_text() == "{}"
     assert [entry.name for entry in path.parent.iterdir()] == ["monitor.json"]
+
+
+def test_changed_before_it_is_watched(path: Path) -> None:
+    """What was written between the reading of the file and the begin of the watching is a change."""
+    known = path.read_bytes()
+    path.write_text('{"dynamic_on": true, "ndigits": 3}')
+    heard = Heard()
+    watcher = ConfigWatcher(path, heard, content=known)
+    watcher.start()
+    assert heard.wait().ndigits == 3
+    watcher.stop()

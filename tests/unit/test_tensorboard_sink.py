@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytest.importorskip("tensorboard")
+
+COLUMNS = ("norm", "shape", "dtype")
 
 
 def recorded(step: int, counts: dict[int, float]) -> RecordedStep:
@@ -45,7 +48,7 @@ def test_edges() -> None:
 
 def test_fields(tmp_path: Path) -> None:
     """From the first to the last bin that holds anything; NaN is left out, a tensor of NaN altogether."""
-    sink = TensorBoardSink(tmp_path, 3, 1)
+    sink = TensorBoardSink(tmp_path, 3, COLUMNS, histograms_only=True)
     zero = len(EDGES) // 2
     sink.write(recorded(5, {zero: 2, zero + 2: 1, len(BINS) - 1: 4}))
     sink.write(recorded(6, {len(BINS) - 1: 4}))
@@ -65,7 +68,7 @@ def test_directory_taken_away(tmp_path: Path) -> None:
     """Each step is on disk when it is handed over; a failure is an error, and the next step begins another file."""
     directory = tmp_path / "run"
     directory.mkdir()
-    sink = SeveralSinks(TensorBoardSink(directory, 0, 1), CsvSink(directory, ("norm", "shape", "dtype"), 6, 1))
+    sink = SeveralSinks(TensorBoardSink(directory, 0, COLUMNS, histograms_only=True), CsvSink(directory, COLUMNS, 6, 1))
     sink.write(recorded(0, {5: 1}))
     assert [event.step for event in events(directory)] == [0]
     sink.close()
@@ -83,7 +86,62 @@ def test_directory_taken_away(tmp_path: Path) -> None:
 def test_one_sink_fails(tmp_path: Path) -> None:
     """The others have the step all the same."""
     (tmp_path / "update_0-0.csv").mkdir()
-    sink = SeveralSinks(CsvSink(tmp_path, ("norm", "shape", "dtype"), 6, 1), TensorBoardSink(tmp_path, 0, 1))
+    sink = SeveralSinks(CsvSink(tmp_path, COLUMNS, 6, 1), TensorBoardSink(tmp_path, 0, COLUMNS, histograms_only=True))
     with pytest.raises(OSError):
         sink.write(recorded(0, {5: 1}))
     assert [event.step for event in events(tmp_path)] == [0]
+
+
+def test_numbers(tmp_path: Path) -> None:
+    """Numbers of every kind become scalars with what `steps.csv` says of the step, and what is not finite is counted."""
+    sink = TensorBoardSink(tmp_path, 3, ("norm", "id", "max", "shape"))
+    plain = Row("actv", "fc.input", 1, 2, (2,), "torch.float32")
+    features = Row("linear_hook", "fc.linear", 0, None, (2,), "torch.float32", ("sr",))
+    rows = [plain, plain._replace(micro_step=None, kind="grad_reduced", shape=(0,)), features]
+    numbers = np.array([1.5, math.inf, 0.0, math.nan, 2.0])
+    sink.write(RecordedStep("", 4, rows, numbers, 1, True, 1024.0, True))
+    sink.write(RecordedStep("Critic", 5, [features], np.array([3.0]), None, False, math.nan, False))
+    sink.close()
+    found = [
+        {value.tag: value.simple_value for value in event.summary.value if not value.HasField("tensor")}
+        for event in events(tmp_path)
+    ]
+    assert found[0] == {
+        "1:fc.input:micro2/rank3/actv_norm": 1.5,
+        "1:fc.input:micro2/rank3/actv_max": math.inf,
+        "1:fc.input:micro2/rank3/actv_id": 0,
+        "1:fc.input/rank3/grad_reduced_norm": 0,
+        "1:fc.input/rank3/grad_reduced_id": 1,
+        "0:fc.linear/rank3/linear_hook_sr": 2,
+        "nonfinite/actv_in_step": 1, "nonfinite/actv_so_far": 1,
+        "nonfinite/grad_reduced_in_step": 0, "nonfinite/grad_reduced_so_far": 0,
+        "nonfinite/linear_hook_in_step": 0, "nonfinite/linear_hook_so_far": 0,
+        "steps/micro_steps": 1, "steps/grad_scale": 1024, "steps/skipped": 1, "steps/complete": 1,
+    }  # fmt: skip
+    assert {key: value for key, value in found[1].items() if key.startswith("steps")} == {
+        "steps/Critic/skipped": 0, "steps/Critic/complete": 0,
+    }  # fmt: skip
+    (text,) = [value for event in events(tmp_path) for value in event.summary.value if value.HasField("tensor")]
+    assert text.tensor.string_val[0] == b"- `1:fc.input:micro2/rank3/actv_max`: inf"
+
+
+def test_resumed(tmp_path: Path) -> None:
+    """In a directory that is gone on with, TensorBoard's reader shows the later of steps that were taken twice."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    row = Row("grad_reduced", "fc", 0, None, (2,), "torch.float32")
+    for first, resumed in ((0, False), (2, True)):
+        sink = TensorBoardSink(tmp_path, 0, COLUMNS, resumed=resumed)
+        for step in range(first, first + 4):
+            sink.write(RecordedStep("", step, [row], np.array([first + 0.5]), 1, False, math.nan, True))
+        sink.close()
+        time.sleep(1.1)  # files are read by the second of their names
+    found = EventAccumulator(str(tmp_path)).Reload().Scalars("0:fc/rank0/grad_reduced_norm")
+    assert [(event.step, event.value) for event in found] == [
+        (0, 0.5),
+        (1, 0.5),
+        (2, 2.5),
+        (3, 2.5),
+        (4, 2.5),
+        (5, 2.5),
+    ]

@@ -213,7 +213,7 @@ def run(  # noqa: PLR0917 - Typer calls it by name
         str,
         typer.Option(
             "--format",
-            help="csv, or api: memory only (tensorboard is not in this version yet).",
+            help="csv, tensorboard (an extra), or api: memory only.",
             show_default=False,
             rich_help_panel=OUTPUT,
         ),
@@ -282,7 +282,13 @@ def run(  # noqa: PLR0917 - Typer calls it by name
     if config is not None:
         checked = parse_config({**read_document(config), **options}, source=str(config))
     environment, notes = launch.prepare_environment(
-        checked, command, output=output, source=str(config or ""), grad_acc_steps=grad_acc_steps, alerts=extra
+        checked,
+        command,
+        output=output,
+        source=str(config or ""),
+        options=options,
+        grad_acc_steps=grad_acc_steps,
+        alerts=extra,
     )
     if dynamic:
         if config is None:

@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from msmon import log
+from msmon import env, log
 from msmon.config.edit import set_dynamic
 from msmon.config.load import parse_config, read_document
 from msmon.config.watch import ConfigWatcher
 from msmon.errors import MsmonError
 from msmon.plan.dynamic import DynamicGate
+from msmon.runtime.interruption import from_signal_handler
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from msmon.config.schema import MonitorConfig
     from msmon.runtime.process import Place
 
@@ -39,14 +44,29 @@ class DynamicRun:
 
     Args:
         path: The file.
-        config: What it held at the start of the process.
+        config: What to go by if it cannot be used now.
         session: Number of the monitor in this process.
+        options: Keys from the command line, which go over those of the file.
+
+    Attributes:
+        config: What the file says, now or when this process began: it may have changed since the run was started.
     """
 
-    def __init__(self, path: str, config: MonitorConfig, session: int) -> None:
+    def __init__(
+        self, path: str, config: MonitorConfig, session: int, options: Mapping[str, Any] | None = None
+    ) -> None:
         self._path = path
-        self._config = config
-        self._key = f"{_PREFIX}/{session}"
+        self._options = dict(options or {})
+        self._content: bytes | None = None
+        self.config = config
+        try:
+            content = Path(path).read_bytes()
+            self.config = parse_config({**read_document(path), **self._options}, source=path)
+            self._content = content
+        except (OSError, MsmonError) as error:  # if that lasts, the watcher says it
+            if from_signal_handler(error):
+                raise
+        self._key = f"{_PREFIX}/{os.environ.get(env.RESTARTS, '0')}/{session}"
         self._gates: list[DynamicGate] = []
         self._watcher: ConfigWatcher | None = None
         self._store: Any = None  # torch gives its stores no common type that has clone()
@@ -59,31 +79,22 @@ class DynamicRun:
 
     def gate(self, first_step: int) -> DynamicGate:
         """The gate of a further model."""
-        gate = DynamicGate(self._config, first_step)
+        gate = DynamicGate(self.config, first_step)
         self._gates.append(gate)
         return gate
 
     def start(self, place: Place) -> None:
         """Begin to follow the file; called once, when training begins."""
         self._rank = place.rank
-        self._silence(self._config)
+        self._silence(self.config)
         self._store = _connection() if place.world_size > 1 else None
         if place.world_size > 1 and self._store is None:
             log.say("the ranks share no store: each follows the configuration file by itself", once="dynamic:store")
         if self._rank == 0 or self._store is None:
-            self._watcher = ConfigWatcher(self._path, self._changed, options=self._options())
+            self._watcher = ConfigWatcher(self._path, self._changed, content=self._content, options=self._options)
             self._watcher.start()
         else:
             self._start_thread(self._follow, "msmon-dynamic")
-
-    def _options(self) -> dict[str, Any]:
-        """What the command line has put over the file: keys that differ between the two."""
-        document = self._config.model_dump(mode="json", exclude_unset=True)
-        try:
-            in_file = parse_config(read_document(self._path)).model_dump(mode="json", exclude_unset=True)
-        except MsmonError:  # gone already: its content was checked when the run began
-            return {}
-        return {key: value for key, value in document.items() if key not in in_file or in_file[key] != value}
 
     def stop(self) -> None:
         """Leave no thread behind."""
@@ -137,7 +148,7 @@ class DynamicRun:
                 log.say(f"changes of the configuration are heard no more ({error})", once="dynamic:follow")
 
     def _take(self, config: MonitorConfig, step: int) -> None:
-        self._config = config
+        self.config = config
         self._silence(config)
         late = [gate.schedule(config, step) for gate in self._gates]
         if any(late):

@@ -68,6 +68,7 @@ class InjectedMonitor:
             on_training=self.watch_waiting,
             config_path=settings.source,
             alert_options=settings.alert_options(),
+            options=settings.options,
         )
 
     def after_fork(self) -> None:

@@ -54,7 +54,7 @@ from msmon.sinks.tensorboard import TensorBoardSink
 from msmon.stats.definitions import Statistic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
     from torch.nn import Module
@@ -96,7 +96,8 @@ class _Output:
         cls, directory: Path, rank: int, config: MonitorConfig, make_alerts: Callable[[MonitorConfig], Alerts | None]
     ) -> _Output:
         alerts = make_alerts(config)
-        return cls(directory, rank, config, Writer(_make_sink(directory, rank, config, alerts)), alerts, make_alerts)
+        sink = _make_sink(directory, rank, config, alerts, resumed=bool(config.append_output))
+        return cls(directory, rank, config, Writer(sink), alerts, make_alerts)
 
     def submit(self, table: StepTable, config: MonitorConfig) -> None:
         if config is not self.config:
@@ -127,10 +128,16 @@ class _Output:
             self.alerts.release()
 
 
-def _make_sink(directory: Path, rank: int, config: MonitorConfig, alerts: Alerts | None) -> Sink:
-    sink: Sink = CsvSink(directory, config.columns, config.ndigits, config.step_count_per_record)
-    if config.ur_distribution and tensorboard.installed():
-        sink = SeveralSinks(sink, TensorBoardSink(directory, rank, len(config.statistics)))
+def _make_sink(
+    directory: Path, rank: int, config: MonitorConfig, alerts: Alerts | None, *, resumed: bool = False
+) -> Sink:
+    sink: Sink
+    if config.format == "tensorboard":
+        sink = TensorBoardSink(directory, rank, config.columns, resumed=resumed)
+    else:
+        sink = CsvSink(directory, config.columns, config.ndigits, config.step_count_per_record)
+        if config.ur_distribution and tensorboard.installed():
+            sink = SeveralSinks(sink, TensorBoardSink(directory, rank, config.columns, histograms_only=True))
     return sink if alerts is None else JudgedSink(sink, config.statistics, alerts)
 
 
@@ -146,6 +153,7 @@ class Session:
         config_path: Where the configuration was read from. With ``DYNAMIC_MONITOR`` the file is followed.
         alert_options: What the command line says of alerts.
         pipeline: Place of this rank in its pipeline, and the ranks of that.
+        options: Keys from the command line, which go over those of the file.
     """
 
     def __init__(
@@ -158,7 +166,13 @@ class Session:
         config_path: str = "",
         alert_options: AlertOptions | None = None,
         pipeline: Callable[[], tuple[int, Sequence[int]]] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
+        self._number = next(_numbers)
+        self._dynamic: DynamicRun | None = None
+        if config_path and env.dynamic_requested():
+            self._dynamic = DynamicRun(config_path, config, self._number, options)
+            config = self._dynamic.config
         self.config = config
         self.watches: list[Watch] = []
         self.place: Place | None = None
@@ -177,10 +191,6 @@ class Session:
         self._pipeline = pipeline
         self._common_stop: CommonStop | None = None
         self._termination: Termination | None = None
-        self._number = next(_numbers)
-        self._dynamic = (
-            DynamicRun(config_path, config, self._number) if config_path and env.dynamic_requested() else None
-        )
         self._under_way: dict[int, list[tuple[Optimizer, Watch | None]]] = {}
         self._scales: dict[int, Tensor | None] = {}
         self._unwritable = False
@@ -190,20 +200,35 @@ class Session:
         self._summarized = False
         _sessions.add(self)
         events.subscribe(self)
-        self.communication = self._make_communication_tap() if config.cc_distribution.enable else None
+        self._log_calls_until = 1
+        self.communication = self._make_communication_tap(config) if self._dynamic is None else None
 
-    def _make_communication_tap(self) -> CommunicationTap:
+    def _make_communication_tap(self, config: MonitorConfig) -> CommunicationTap | None:
         """Communication belongs to the process; its rows go with the steps of the first model.
 
         The tap is there before any model is watched, since the first step communicates before its backward pass.
         """
-        reduction = Reduction(self._kernel, [Statistic(op) for op in self.config.statistics], self.config.eps)
-        tap = CommunicationTap(reduction, self.config.cc_distribution, self._collecting_communication)
+        if not config.cc_distribution.enable:
+            return None
+        reduction = Reduction(self._kernel, [Statistic(op) for op in config.statistics], config.eps)
+        tap = CommunicationTap(reduction, config.cc_distribution, self._collecting_communication)
         tap.attach()
         return tap
 
+    def _follow(self, watch: Watch) -> None:
+        """A model of a dynamic run has begun, changed or ended recording; communication goes with the first model."""
+        records = not watch.gate.finished
+        if watch in self.watches[:1]:
+            if self.communication is not None:
+                self.communication.detach()
+            self.communication = self._make_communication_tap(watch.config) if records else None
+            watch.communication = self.communication
+            self._log_calls_until = self.steps_seen + 2  # the step that has just ended is not counted yet
+        if records:
+            self._warn(watch.config)
+
     def _collecting_communication(self) -> bool:
-        first = self.config.start_step == 0 and self._dynamic is None
+        first = self.config.start_step == 0
         collecting = self.watches[0].collecting if self.watches else first
         return collecting and not capturing()
 
@@ -248,6 +273,7 @@ class Session:
         watch.on_step = self._count_step
         if self._dynamic is not None:
             watch.finished = self._dynamic.finished
+            watch.follows = lambda followed: self.guard.run(self._follow, followed)
         for number, model in enumerate(models):
             prefix = prefixes[number] if prefixes else ""
             naming = Naming(prefix, number if raw_names else 0, raw_names, self.config.squash_name)
@@ -331,8 +357,9 @@ class Session:
             return None
         if self.place is None:
             self._arrive()
-        if self.communication is not None and self.config.cc_distribution.cc_log_only and self.steps_seen:
-            self._show_calls_and_stop(self.communication)
+        tap = self.communication
+        if tap is not None and tap.log_only and self.steps_seen >= self._log_calls_until:
+            self._show_calls_and_stop(tap)
         inner = watch.wrapped_by(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         self._stepping.append((optimizer, watch))
@@ -475,7 +502,7 @@ class Session:
             self._leave()
             return
         self._termination = Termination(self.finish)
-        self._warn()
+        self._warn(self.config)
 
     def open(self) -> None:
         """Make the directory and start the writer, once. A place that cannot be written is said once."""
@@ -567,13 +594,15 @@ class Session:
                     raise
                 log.say(f"run.json could not be written ({error.strerror})", once="run.json")
 
-    def _warn(self) -> None:
+    def _warn(self, config: MonitorConfig) -> None:
         """What in the configuration selects nothing."""
-        if self.config.forward_only and self.config.backward_only and not self._injected:  # `msmon run` has said it
+        if config.forward_only and config.backward_only and not self._injected:  # `msmon run` has said it
             log.say("forward_only and backward_only are both on: no activations are recorded", once="forward_only")
         names = [name for watch in self.watches for name in watch.inventory.all_names]
-        modules = [name for watch in self.watches if watch.modules for name in watch.modules.names]
-        selection = Selection(self.config.targets)
+        modules = [
+            name for watch in self.watches if watch.modules or self._dynamic is not None for name in watch.module_names
+        ]  # a file that is followed may ask for modules later
+        selection = Selection(config.targets)
         for name in [*names, *modules]:
             selection.selects(name)
         for target, close in selection.unmatched([*names, *modules]).items():
@@ -616,7 +645,9 @@ class Session:
         if alerts is not None:
             log.say("no anomaly on this rank")
         example = _example_file(self.output.directory)
-        if example is not None:
+        if self.output.config.format == "tensorboard":
+            log.say(f"next:   tensorboard --logdir {shlex.quote(str(self._output_root))}")
+        elif example is not None:
             log.say(f"next:   head {shlex.quote(str(example))}")
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from msmon.backends.pytorch.roots import optimizer_parameters
 from msmon.backends.pytorch.taps import weights
 from msmon.backends.pytorch.taps.communication import CommunicationTap
 from msmon.backends.pytorch.taps.gradients import GradientTap
-from msmon.backends.pytorch.taps.modules import ModuleTaps, wants_modules
+from msmon.backends.pytorch.taps.modules import ModuleTaps, named_modules, wants_modules
 from msmon.backends.pytorch.taps.optimizer_state import OptimizerStateTap
 from msmon.backends.pytorch.taps.reduction import Reduction
 from msmon.backends.pytorch.taps.updates import DirectionTap, UpdateTap
@@ -126,6 +126,7 @@ class Watch:
         self.left_over = False
         self.collecting = self.listening = self.gate.wants(self.rounds.step)
         self.finished: Callable[[], None] = lambda: None
+        self.follows: Callable[[Watch], None] = lambda _: None
         self.communication: CommunicationTap | None = None  # the process has one; its session lends it to one watch
         self._make_taps()
 
@@ -177,6 +178,13 @@ class Watch:
         self.inventory.take(root, self.adapter, naming, self._selection)
         if self.modules is not None and not self.gate.finished:
             self.ledger.keep(self.modules.add_root(root, naming, calls))
+
+    @property
+    def module_names(self) -> list[str]:
+        """Names of all its modules, watched or not, in every form that a target may have."""
+        found = zip(self.roots, self._namings, strict=True)
+        every = (named_modules(root, naming) for reference, naming in found if (root := reference()) is not None)
+        return list(dict.fromkeys(form for modules in every for watched in modules for form in watched.names))
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Its steps are training steps of this model."""
@@ -448,6 +456,7 @@ class Watch:
         for reduction in (self._reduction, self.communication.reduction if self.communication else self._reduction):
             reduction.change([Statistic(op) for op in self.config.statistics], self.config.eps)
         self._begin_anew()
+        self.follows(self)
 
     def _begin_anew(self) -> None:
         """Another configuration: every hook out, other taps, hooks in again."""

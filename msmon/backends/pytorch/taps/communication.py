@@ -101,6 +101,11 @@ class CommunicationTap:
             log.say(f"{self.left_out} outputs of communication came after their step had been written: not recorded")
             self.left_out = 0
 
+    @property
+    def log_only(self) -> bool:
+        """Whether calls are only noted, to be listed."""
+        return self._config.cc_log_only
+
     # communication.Listener
 
     def collecting(self) -> bool:

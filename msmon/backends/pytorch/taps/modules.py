@@ -84,7 +84,6 @@ class ModuleTaps:
         self._observers: list[tuple[Observer, Guard]] = [(tap, Guard(tap.part)) for tap in taps if tap is not None]
         self._roots: list[tuple[ModuleCalls, Naming]] = []
         self._modules: list[WatchedModule] = []
-        self._names: list[str] = []
         self._collected = False
         self._looked_at = False
 
@@ -114,9 +113,7 @@ class ModuleTaps:
                 self._take(calls, root, naming)
 
     def _take(self, calls: ModuleCalls, root: Module, naming: Naming) -> None:
-        every = list(_named(root, naming))
-        self._names += [form for watched in every for form in watched.names if form not in self._names]
-        found = [watched for watched in every if self._selects(watched)]
+        found = [watched for watched in named_modules(root, naming) if self._selects(watched)]
         self._modules = [watched for watched in self._modules if watched.reference() is not None]
         known = {id(watched.reference()) for watched in self._modules}
         self._modules += [watched for watched in found if id(watched.reference()) not in known]
@@ -207,11 +204,6 @@ class ModuleTaps:
                 once=f"unseen:{name}",
             )
 
-    @property
-    def names(self) -> list[str]:
-        """Names of all modules of these roots, in every form that a target may have."""
-        return self._names
-
     def undo(self) -> None:
         """Take every hook out."""
         for calls, _ in self._roots:
@@ -219,7 +211,8 @@ class ModuleTaps:
         self._modules.clear()
 
 
-def _named(root: Module, naming: Naming) -> Iterator[WatchedModule]:
+def named_modules(root: Module, naming: Naming) -> Iterator[WatchedModule]:
+    """All modules of a root, each with every form of its name that a target may have."""
     found = list(walk_modules(root, wrappers=naming.raw))
     own_names = [raw if naming.raw else name for _, name, raw in found]
     short = squash_all(own_names) if naming.squash else {}

@@ -1,0 +1,1 @@
+"""Places that users of the original import from."""
