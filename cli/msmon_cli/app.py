@@ -12,7 +12,7 @@ import typer
 from msmon import env
 from msmon.errors import ExitCode, MsmonError
 from msmon_cli import console
-from msmon_cli.commands import print_struct, run, switch, validate_config
+from msmon_cli.commands import merge, print_struct, run, switch, validate_config
 
 EPILOG = """
 Examples:
@@ -47,6 +47,7 @@ app.command(
     options_metavar="[OPTIONS] --",
     no_args_is_help=True,
 )(print_struct.print_struct)
+app.command("merge", no_args_is_help=True)(merge.merge)
 app.command("validate-config")(validate_config.validate_config)
 app.command("on")(switch.on)
 app.command("off")(switch.off)

@@ -69,7 +69,7 @@ def read_kind(directory: Path, kind: str) -> list[RecordedRow]:
         for path in directory.iterdir()
         if (match := _FILE.fullmatch(path.name)) and match["kind"] == kind
     ]
-    return [row for _, _, path in sorted(files) for row in _read_file(path, kind)]
+    return [row for _, _, path in sorted(files) for row in read_file(path, kind)]
 
 
 def read_steps(directory: Path) -> list[dict[str, str]]:
@@ -78,7 +78,14 @@ def read_steps(directory: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(_whole_lines(path))) if path.exists() else []
 
 
-def _read_file(path: Path, kind: str) -> Iterator[RecordedRow]:
+def kind_of(file: str) -> str:
+    """The kind of data in a file of this name; empty for a file of another sort."""
+    match = _FILE.fullmatch(file)
+    return match["kind"] if match else ""
+
+
+def read_file(path: Path, kind: str) -> Iterator[RecordedRow]:
+    """The rows of one file, without a torn last line."""
     for line in csv.DictReader(_whole_lines(path)):
         cells = {column: _cell(column, text) for column, text in line.items() if text != ""}
         yield RecordedRow(

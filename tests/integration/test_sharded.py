@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from conftest import MSMON, Runner
 from integration.conftest import HERE, integration_runner
 from integration.truth import EVERYTHING, Observed
 
 from msmon.backends.pytorch.adapters import fsdp1, fsdp2
+from msmon.offline.merge import merge
+from msmon.offline.reader import read_kind
 from msmon.runtime.ledger import Ledger
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from conftest import Finished
 
 pytestmark = pytest.mark.slow
@@ -89,6 +91,11 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> list[Observed]:
     runner = integration_runner(tmp_path_factory.mktemp("everything"))
     finished = runner.monitored(HERE / "sharded.py", ranks=2, config={**EVERYTHING, **TAPS})
     return load(finished, runner.folder)
+
+
+@pytest.fixture(scope="module")
+def merged(ranks: list[Observed], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return merge(ranks[0].finished.output, tmp_path_factory.mktemp("merged")).directory
 
 
 @pytest.mark.parametrize("scenario", NOTED)
@@ -169,6 +176,36 @@ def test_report_places_each_part(
         assert model["adapter"] == adapter
         (parameter,) = [parameter for parameter in model["parameters"] if parameter["name"] == name]
         assert place.items() <= parameter.items()
+
+
+@pytest.mark.parametrize(("sharded", "whole"), [("Full", "Model"), ("Full2", "Model_3")])
+def test_merged_ranks_are_the_whole(merged: Path, sharded: str, whole: str) -> None:
+    """Rows of all ranks together are those of the model that nobody has sharded, which trains beside it."""
+    for kind in ("param_origin", "param_updated", "grad_reduced", "exp_avg", "exp_avg_sq"):
+        rows = {(row.name, row.step): row for row in read_kind(merged, kind)}
+        expected = {key: row for key, row in rows.items() if key[0].startswith(f"{whole}.")}
+        assert len(expected) == (2 if kind.startswith("exp") else 3) * 16
+        for (name, step), true in expected.items():
+            found = rows[f"{sharded}.{name.removeprefix(f'{whole}.')}", step]
+            for column in EVERYTHING["ops"]:
+                assert found[column] == pytest.approx(true[column], rel=1e-4, abs=1e-6), (kind, name, step, column)
+
+
+def test_merge_on_the_terminal(ranks: list[Observed], tmp_path: Path) -> None:
+    """The command says where the result is, and what it left out; a run without parts is no matter for it."""
+    runner = Runner(tmp_path)
+    done = runner.call([MSMON, "merge", str(ranks[0].finished.output), "--output", str(tmp_path / "whole"), "--json"])
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["ranks"] == [0, 1]
+    assert document["left_out"] == {"grad_unreduced": "is about one rank"}
+    assert read_kind(Path(document["output"]), "grad_reduced")
+    nothing = runner.call([MSMON, "merge", document["output"]])
+    assert nothing.returncode == 1
+    assert "no run below" in nothing.stderr
+    again = runner.call([MSMON, "merge", str(tmp_path / "whole")])
+    assert again.returncode == 1
+    assert "is in parts" in again.stderr
 
 
 @pytest.mark.parametrize("adapter", [fsdp1.Fsdp1Adapter(), fsdp2.Fsdp2Adapter()])
