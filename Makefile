@@ -60,6 +60,7 @@ bench: $(READY) ## Benchmarks: what watching costs
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/step_cost.py
+	$(BIN)/python benchmarks/alerts.py
 
 pin: ## Write requirements/dev.txt anew from requirements/dev.in
 	rm -rf $(VENV)-pin

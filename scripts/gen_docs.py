@@ -12,8 +12,15 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from msmon.config.availability import FEATURES
-from msmon.config.schema import AlertConfig, CommunicationConfig, L2Targets, MonitorConfig, Rule, Target
+from msmon.config.schema import (
+    AlertConfig,
+    CommunicationConfig,
+    L2Targets,
+    MonitorConfig,
+    Rule,
+    RuleArguments,
+    Target,
+)
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -24,8 +31,7 @@ HEAD = """\
 
 A JSON file, given with `msmon run --config FILE` or to `TrainerMon(FILE)`. Every key may be left out. An unknown key, op
 or value is an error that names the place and the close match; `msmon validate-config FILE` shows all of them at once, and
-`msmon validate-config --schema` prints the JSON schema. The keys marked “not yet” are known, and refused with that
-reason when they are switched on: this version does not have their feature.
+`msmon validate-config --schema` prints the JSON schema.
 
 ```json
 {
@@ -49,6 +55,7 @@ NESTED = {
     "cc_distribution": CommunicationConfig,
     "alert": AlertConfig,
     "alert.rules[]": Rule,
+    "alert.rules[].args": RuleArguments,
     "l2_targets": L2Targets,
 }
 
@@ -72,7 +79,7 @@ def render() -> str:
     lines = [HEAD.rstrip("\n")]
     for name, field in MonitorConfig.model_fields.items():
         default = field.get_default(call_default_factory=True)
-        meaning = str(field.description) + (" *Not yet.*" if _is_refused(name) else "")
+        meaning = str(field.description)
         lines.append(f"| `{name}` | {_type(field.annotation)} | `{_value(default)}` | {_cell(meaning)} |")
     lines.append(MIDDLE.rstrip("\n"))
     for place, model in NESTED.items():
@@ -82,10 +89,6 @@ def render() -> str:
             default = "required" if field.is_required() else f"`{_value(field.get_default())}`"
             lines.append(f"| `{name}` | {_type(field.annotation)} | {default} |")
     return "\n".join(lines) + "\n"
-
-
-def _is_refused(key: str) -> bool:
-    return key == "dynamic_on" or any(path.split(".")[0] == key for path in FEATURES)
 
 
 def _type(annotation: Any) -> str:  # noqa: ANN401 - an annotation can be anything

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import re
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,12 +17,23 @@ import msmon
 from msmon.errors import ConfigError, MsmonError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    from msmon.offline.analyse import Analysis
     from msmon.offline.structure import ModuleNode
 
 DOCS = "docs/messages.md"
 _TENSOR = re.compile(r"size=(?P<size>.+), dtype=torch\.(?P<dtype>\w+)")
+
+_COLUMNS: dict[str, Literal["left", "right"]] = {
+    "#": "right",
+    "step": "right",
+    "micro": "right",
+    "rank": "right",
+    "kind": "left",
+    "tensor": "left",
+    "finding": "left",
+}
 
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
 _out = Console(highlight=False, soft_wrap=True)
@@ -108,6 +120,32 @@ def _side(described: Mapping[str, Any], side: str) -> str:
             tensors.append(text.removeprefix("<class '").removesuffix("'>"))
     config = described[side]["config"]
     return ", ".join(tensors) if config in {"tensor", "list[1]"} else f"{config} {{{', '.join(tensors)}}}"
+
+
+def show_anomalies(analysis: Analysis) -> None:
+    """The first anomalies as a table, one a line, in the order in which they came to be."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name, justify in _COLUMNS.items():
+        table.add_column(name, justify=justify, overflow="fold", no_wrap=name not in {"tensor", "finding"})
+    for number, (_, entry) in enumerate(analysis.first, start=1):
+        tensor, _, where = str(entry["tag_name"]).rpartition("/rank")
+        kind = where.partition("/")[2]
+        finding = str(entry["message"]).removesuffix(f" in {entry['tag_name']} at step {entry['step']}")
+        cells = [number, entry["step"], entry["micro_step"], entry["rank"], kind, tensor, finding]
+        table.add_row(*(escape(str(cell)) for cell in cells), style="bold red" if number == 1 else "")
+    _out.print(table, soft_wrap=False)
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, on a terminal only; gives a function that takes how much is done, and of how much."""
+    from rich.progress import Progress
+
+    with Progress(console=_err, transient=True, disable=not _err.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def show_version() -> None:

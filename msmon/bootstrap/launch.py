@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msmon
 from msmon import env
@@ -59,6 +59,7 @@ def prepare_environment(
     output: str = "",
     source: str = "",
     grad_acc_steps: int | None = None,
+    alerts: dict[str, Any] | None = None,
 ) -> tuple[dict[str, str], list[str]]:
     """The environment of the command, with the settings file written.
 
@@ -68,6 +69,7 @@ def prepare_environment(
         output: Output root; empty for ``MONITOR_OUTPUT_DIR``, else ``./monitor_output``.
         source: The configuration file, for the report.
         grad_acc_steps: Micro-batches a step, when the user said so.
+        alerts: What the command line says of alerts.
 
     Returns:
         The environment, and what the user should know before the command starts.
@@ -82,6 +84,7 @@ def prepare_environment(
         source=str(Path(source).absolute()) if source else "",
         grad_acc_steps=grad_acc_steps,
         command=list(command),
+        alerts=alerts or {},
     )
     path, notes = _write_settings(settings)
     environment = dict(os.environ)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msmon import env
 
 if TYPE_CHECKING:
+    from msmon.alerts.options import AlertOptions
     from msmon.config.schema import MonitorConfig
 
 
@@ -31,6 +32,7 @@ class Settings:
         source: The configuration file, or empty.
         grad_acc_steps: Micro-batches a step, when the user said so.
         command: The command of the run.
+        alerts: What the command line says of alerts, as plain values.
     """
 
     run_id: str
@@ -41,12 +43,24 @@ class Settings:
     source: str
     grad_acc_steps: int | None
     command: list[str]
+    alerts: dict[str, Any] = field(default_factory=dict)
 
     def config(self) -> MonitorConfig:
         """The configuration as a value; it was checked before the run began."""
         from msmon.config.schema import MonitorConfig  # noqa: PLC0415 - pydantic is imported in training processes only
 
         return MonitorConfig.model_validate(self.document)
+
+    def alert_options(self) -> AlertOptions:
+        """What the command line says of alerts."""
+        from msmon.alerts.options import AlertOptions, OnAlert  # noqa: PLC0415 - as above
+
+        on_alert = self.alerts.get("on_alert")
+        return AlertOptions(
+            on_alert=OnAlert(on_alert) if on_alert else None,
+            command=self.alerts.get("command", ""),
+            rules=tuple(self.alerts.get("rules", ())),
+        )
 
     def for_report(self) -> dict[str, Any]:
         """What ``run.json`` says of it."""

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from msmon.errors import MISSING, Problem
+from msmon.errors import Problem
 
 if TYPE_CHECKING:
     from msmon.config.schema import MonitorConfig
-
-FEATURES = {
-    "alert.rules": "alerts",
-    "alert.dump": "alerts",
-}
 
 
 def unavailable(config: MonitorConfig) -> list[Problem]:
@@ -21,28 +16,7 @@ def unavailable(config: MonitorConfig) -> list[Problem]:
     Args:
         config: A valid configuration.
     """
-    problems = [
-        _refuse(path, MISSING if isinstance(value, tuple) else value, feature)
-        for path, feature in FEATURES.items()
-        if (value := _look_up(config, path)) not in (False, ())
-    ]
-    if config.format == "tensorboard":
-        problems.append(_refuse("format", config.format, f"the format {config.format}", 'use "csv"'))
-    return problems
-
-
-def _look_up(config: MonitorConfig, path: str) -> object:
-    value: object = config
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def _refuse(path: str, value: object, feature: str, hint: str = "") -> Problem:
-    return Problem(
-        path,
-        f"this version does not record {feature} yet" if not hint else f"this version does not have {feature} yet",
-        value,
-        hint or f"remove `{path}` or set it to its default",
-        slug="not-available-yet",
-    )
+    if config.format != "tensorboard":
+        return []
+    message = "this version does not have the format tensorboard yet"
+    return [Problem("format", message, config.format, 'use "csv"', slug="not-available-yet")]

@@ -20,6 +20,9 @@ def explain(config: MonitorConfig) -> list[str]:
     lines.append(f"{every} from step {config.start_step} on{times}")
     if config.module_ranks:
         lines.append(f"on ranks {', '.join(map(str, config.module_ranks))}")
+    if config.alert.rules:
+        kept = "written to anomaly.json" if config.alert.dump else "said, not written"
+        lines.append(f"alerts: {', '.join(rule.rule_name for rule in config.alert.rules)}; anomalies are {kept}")
     return lines
 
 

@@ -17,6 +17,8 @@ from pydantic import (
     model_validator,
 )
 
+from msmon.alerts.catalogue import CATALOGUE
+
 Op = Literal["min", "max", "norm", "mean", "zeros", "nans", "shape", "dtype", "id"]
 STATISTIC_OPS: tuple[Op, ...] = ("min", "max", "norm", "mean", "zeros", "nans")
 """The ops that are computed from a tensor's elements; ``shape``, ``dtype`` and ``id`` describe the row."""
@@ -84,26 +86,58 @@ class CommunicationConfig(_Frozen):
 
 
 class RuleArguments(_Frozen):
-    """Arguments of an alert rule."""
+    """Arguments of an alert rule; which of them a rule takes, and their defaults, is in ``docs/alerts.md``."""
 
     threshold: Number | None = Field(default=None, ge=0)
+    factor: Number | None = Field(default=None, gt=1)
+    low: Number | None = Field(default=None, ge=0)
+    high: Number | None = Field(default=None, gt=0)
+    steps: WholeNumber | None = Field(default=None, ge=1)
+    warm_up: WholeNumber | None = Field(default=None, ge=1)
+
+
+RuleName = Literal[
+    "AnomalyNan",
+    "AnomalyTurbulence",
+    "AnomalyInf",
+    "AnomalySpike",
+    "AnomalyGradient",
+    "AnomalyDead",
+    "AnomalyUpdateRatio",
+    "AnomalyAttentionLogits",
+]
 
 
 class Rule(_Frozen):
-    """One alert rule, by the name of the original."""
+    """One alert rule by its name, its arguments, and where it applies: empty filters leave that to the rule."""
 
-    rule_name: Literal["AnomalyNan", "AnomalyTurbulence"]
+    rule_name: RuleName
     args: RuleArguments = RuleArguments()
+    kinds: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    ops: tuple[str, ...] = ()
+    ranks: tuple[Annotated[WholeNumber, Field(ge=0)], ...] = ()
 
     @model_validator(mode="after")
-    def _turbulence_needs_threshold(self) -> Rule:
-        if self.rule_name == "AnomalyTurbulence" and self.args.threshold is None:
-            raise ValueError('AnomalyTurbulence needs "args": {"threshold": …}, such as 0.5')
+    def _arguments_fit(self) -> Rule:
+        entry = CATALOGUE[self.rule_name]
+        for name in self.args.model_fields_set - set(entry.arguments):
+            known = ", ".join(entry.arguments) or "none"
+            raise ValueError(f"{self.rule_name} has no argument `{name}`; its arguments: {known}")
+        for name in entry.required:
+            if getattr(self.args, name) is None:
+                raise ValueError(f'{self.rule_name} needs "args": {{"{name}": …}}, such as 0.5')
         return self
+
+    @property
+    def arguments(self) -> dict[str, float | None]:
+        """Every argument of the rule: as given, else its default."""
+        given = {name: getattr(self.args, name) for name in self.args.model_fields_set}
+        return {**CATALOGUE[self.rule_name].arguments, **given}
 
 
 class AlertConfig(_Frozen):
-    """``alert``: rules in order, the first that fires names the anomaly."""
+    """``alert``: rules in order, the first that fires names the anomaly; ``dump`` writes anomalies to ``anomaly.json``."""
 
     rules: tuple[Rule, ...] = ()
     dump: StrictBool = False
@@ -206,9 +240,11 @@ class MonitorConfig(_Frozen):
         description="With `DYNAMIC_MONITOR=True`: whether collection is on. Otherwise it has no effect. "
         "The older name `switch` is accepted.",
     )
-    alert: AlertConfig = Field(AlertConfig(), description="Alert rules, and whether anomalies are written to files.")
+    alert: AlertConfig = Field(
+        AlertConfig(), description="Alert rules, and whether anomalies are written to files; see `docs/alerts.md`."
+    )
     format: Literal["csv", "tensorboard", "api"] = Field(
-        "csv", description="`csv` files; `tensorboard` event files; `api`: memory only."
+        "csv", description="`csv` files; `tensorboard` event files (not in this version yet); `api`: memory only."
     )
     step_count_per_record: WholeNumber = Field(
         1, ge=1, le=1_000_000, description="Steps that one CSV file holds; its name says which."

@@ -72,6 +72,16 @@ def read_kind(directory: Path, kind: str) -> list[RecordedRow]:
     return [row for _, _, path in sorted(files) for row in read_file(path, kind)]
 
 
+def read_by_steps(directory: Path) -> Iterator[list[RecordedRow]]:
+    """All rows of a run directory, those of the same range of steps together: one such range is in memory at a time."""
+    ranges: dict[int, list[tuple[str, Path]]] = {}
+    for path in sorted(directory.iterdir()):
+        if match := _FILE.fullmatch(path.name):
+            ranges.setdefault(int(match["first"]), []).append((match["kind"], path))
+    for first in sorted(ranges):
+        yield [row for kind, path in ranges[first] for row in _read_file(path, kind)]
+
+
 def read_steps(directory: Path) -> list[dict[str, str]]:
     """The lines of ``steps.csv``: one a collected step."""
     path = directory / "steps.csv"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,11 @@ IN_FLIGHT = 8
 
 EXIT_LIMIT = 30.0
 """Seconds that the end of the process waits for the last rows."""
+
+FORK_LIMIT = 1.0
+"""Seconds that a fork waits for the table that is being written."""
+
+_writers: weakref.WeakSet[Writer] = weakref.WeakSet()
 
 
 class Writer:
@@ -44,10 +51,12 @@ class Writer:
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._progress = threading.Lock()  # released when a table is written; a plain lock bears interruption anywhere
         self._progress.acquire()
+        self._writing = threading.Lock()  # held while a table is written, and while the process forks
         self._stalled = False
         self._thread: threading.Thread | None = None
         self.written = 0
         self.dropped = 0
+        _writers.add(self)
 
     def submit(self, table: StepTable) -> None:
         """Hand a table over. Called on the training thread."""
@@ -86,6 +95,14 @@ class Writer:
             self._thread = None
         self.sink.close()
 
+    def pause(self) -> bool:
+        """Let no table be written until :meth:`go_on`; returns whether none is, a disk that hangs not being waited for."""
+        return self._writing.acquire(timeout=0 if self._stalled else FORK_LIMIT)
+
+    def go_on(self) -> None:
+        """Write again."""
+        self._writing.release()
+
     def _wake_up(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="msmon-writer", daemon=True)
@@ -117,7 +134,8 @@ class Writer:
 
     def _write_all(self) -> None:
         while self._tables:
-            self._write(self._tables[0])
+            with self._writing:
+                self._write(self._tables[0])
             self._tables.popleft()
             if self._progress.locked():
                 self._progress.release()
@@ -150,3 +168,21 @@ def _arrived(table: StepTable) -> RecordedStep:
         grad_scale=extras.get("grad_scale", float("nan")),
         complete=table.complete,
     )
+
+
+_paused: dict[int, list[Writer]] = {}
+
+
+def _before_fork() -> None:
+    _paused[threading.get_ident()] = [writer for writer in list(_writers) if writer.pause()]
+
+
+def _after_fork() -> None:
+    for writer in _paused.pop(threading.get_ident(), ()):
+        writer.go_on()
+
+
+if hasattr(os, "register_at_fork"):
+    # A lock that a writer holds while the process forks (of an import, of stderr, of a rule) stays locked in the child
+    # for ever, and the child's own writer would wait for it: so no table is under way when a process forks.
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

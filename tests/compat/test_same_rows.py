@@ -58,7 +58,6 @@ DIFFERENT = {
     "config-unknown-format": "D42",
     "config-whole-number-for-eps": "D43",
     "no-times": "D44",
-    "config-alerts": "D46",
     "no-main-grad": "D50",
     "argument-no-number": "D51",
     "guide-order": "D52",
@@ -79,7 +78,6 @@ REFUSED = {
     "config-negative-start": "start_step",
     "config-zero-interval": "step_interval",
     "config-unknown-format": "format",
-    "config-alerts": "alert.rules",
     "argument-no-number": "start_iteration",
 }
 """Scenario that msmon refuses and the original trains through → the key or argument that the message names."""

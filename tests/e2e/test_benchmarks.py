@@ -49,3 +49,16 @@ def test_kernels(tmp_path: Path) -> None:
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert set(figures["results"][0]["to_pass"]) == {"compiled", "numpy", "eager"}
     assert figures["versions"]["llvmlite"]
+
+
+@pytest.mark.slow
+def test_alerts(tmp_path: Path) -> None:
+    """A small run of the benchmark of alerts compares rules with CSV, and ranks."""
+    sizes = ["--steps", "5", "--ranks", "3", "--anomalies", "10"]
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "alerts.py"), *sizes, "--json", "figures.json"],
+        capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "30 anomalies of 3 ranks: ranked in" in done.stdout
+    assert [one["rows"] for one in json.loads((tmp_path / "figures.json").read_text())["rules"]] == [10, 100, 1000]

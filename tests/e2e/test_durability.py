@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from conftest import MSMON, Finished, Runner
+
+from msmon.offline.analyse import analyse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -291,6 +294,28 @@ def test_full_file_system(runner: Runner, small_disk: Path, steps_per_file: int,
 
 
 @pytest.mark.slow
+def test_full_file_system_and_anomalies(runner: Runner, small_disk: Path) -> None:
+    """Where rows and anomalies fill the disk, each is said once, every anomaly is counted, and what is kept is whole."""
+    script = training(runner, steps=150)
+    bare = runner.bare(script)
+    runner.output = small_disk / "out"
+    alert = {"rules": [{"rule_name": "AnomalyNan", "args": {"threshold": 0}}], "dump": True}
+    config = {"wg_distribution": True, "ops": ["norm"], "step_count_per_record": 1000, "alert": alert}
+    finished = runner.monitored(script, config=config)
+    assert (finished.returncode, finished.stdout) == (0, bare.stdout)
+    assert finished.stderr.count("anomalies could not be written (No space left on device)") == 1
+    assert "Traceback" not in finished.stderr
+    assert "switched off" not in finished.stderr
+    assert "anomalies on this rank: 1,200, the first: AnomalyNan: norm" in finished.stderr
+    folder = finished.output / "anomaly_detected" / "rank0"
+    kept = json.loads((folder / "anomaly.json").read_text())
+    assert 8 <= len(kept) < 1200
+    assert len(kept) % 8 == 0
+    assert [path.name for path in folder.glob(".*.tmp")] == []
+    assert_no_torn_file(finished)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["a file", "below a file", "read-only"])
 def test_output_that_cannot_be_written(runner: Runner, place: str) -> None:
     """An output root that cannot be made is said; the training is the bare one, with exit 0."""
@@ -331,8 +356,8 @@ def test_output_with_a_space(runner: Runner) -> None:
 
 @pytest.mark.slow
 def test_two_runs_at_once(runner: Runner) -> None:
-    """Two runs started at the same time in the same root have a directory each, and all their rows."""
-    script = training(runner, steps=20)
+    """Two runs started at the same time in the same root have a directory each, and all their rows and anomalies."""
+    script = training(runner, "if step >= 12: model[1].bias.data.fill_(math.nan)", steps=20, before="import math")
     command = [MSMON, "run", "--output", str(runner.output), "--", sys.executable, str(script)]
     both = [
         subprocess.Popen(command, cwd=runner.folder, env=runner.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -342,6 +367,9 @@ def test_two_runs_at_once(runner: Runner) -> None:
     assert [process.returncode for process in both] == [0, 0]
     assert outputs[0][0] == outputs[1][0]
     finished = Finished(0, "", "", runner.output)
+    found = analyse(runner.output, all_runs=True)
+    assert (found.total, found.left_out, found.unreadable) == (2 * 8 * 8, 0, [])
+    assert analyse(runner.output).total == found.total // 2
     assert len(finished.directories()) == 2
     assert by_step(finished.rows("grad_reduced")) == {step: sorted(PARAMETERS * 2) for step in range(20)}
 

@@ -99,16 +99,22 @@ def test_switched_on_and_on_again(runner: Runner) -> None:
 
 
 def test_changed_while_collecting(runner: Runner) -> None:
-    """The step under way ends under the old file; the next begins under the new, counted from 0, with other kinds too."""
+    """The step under way ends under the old file; the next begins under the new, counted from 0, with other kinds too.
+
+    And with other alert rules.
+    """
+    alert = {"rules": [{"rule_name": "AnomalyNan", "args": {"threshold": 0}}], "dump": True}
     done = run(
         runner,
         {**ON, "collect_times": 100},
-        {2: {**ON, "ops": ["max"], "param_distribution": True, "collect_times": 3}},
+        {2: {**ON, "ops": ["max"], "param_distribution": True, "collect_times": 3, "alert": alert}},
     )
     assert collected(done) == [1, 2, 3, 4, 5, 6]
     assert collected(done, "param_origin") == [4, 5, 6]
     by_step = {row.step: set(row.values) & {"norm", "max"} for row in done.rows("grad_reduced")}
     assert by_step == {step: {"norm"} if step < 4 else {"max"} for step in range(1, 7)}
+    found = json.loads((done.output / "anomaly_detected" / "rank0" / "anomaly.json").read_text())
+    assert {entry["step"] for entry in found.values()} == {4, 5, 6}
 
 
 @pytest.mark.parametrize("stop", [{**ON, "collect_times": 0}, OFF], ids=["no times", "off"])

@@ -688,7 +688,9 @@ if __name__ == "__main__":
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
     (directory,) = done.directories()
     assert [int(line["step"]) for line in done.steps()] == [0, 1, 2, 3]
-    assert [path for path in injected.output.iterdir() if not path.name.startswith(".")] == [directory]
+    written = {path for path in injected.output.iterdir() if not path.name.startswith(".")}
+    assert written == {directory, injected.output / "anomaly_detected"}
+    assert [path.name for path in (injected.output / "anomaly_detected").iterdir()] == ["rank0"]
     assert all(line.startswith("msmon: ") for line in done.stderr.splitlines())
     assert len(injected.decided("watching")) == 1 + 2  # the spawned workers have constructed the optimizer
 

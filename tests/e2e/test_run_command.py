@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from conftest import MSMON, SIX, Finished, Runner
 
+from msmon.alerts.catalogue import default_rules
+
 PRINT_SETTINGS = ["sh", "-c", 'cat "$MSMON_CONFIG"']
 TRAIN = """
     import torch
@@ -37,6 +39,8 @@ def settings(runner: Runner, *options: str, **env: str) -> dict[str, Any]:
 
 # Options
 
+DEFAULT_ALERTS = {"rules": default_rules(), "dump": True}
+
 
 @pytest.mark.parametrize(
     ("options", "expected"),
@@ -56,7 +60,46 @@ def settings(runner: Runner, *options: str, **env: str) -> dict[str, Any]:
 )  # fmt: skip
 def test_options_are_the_configuration(options: str, expected: dict[str, Any], runner: Runner) -> None:
     """Each option is a key of the configuration; naming no kind of data means gradients, with all six statistics."""
-    assert settings(runner, *options.split())["document"] == expected
+    assert settings(runner, *options.split())["document"] == {**expected, "alert": DEFAULT_ALERTS}
+
+
+def test_options_for_alerts(runner: Runner) -> None:
+    """The default rules are on without a file, off or on as asked; code and commands stay out of the configuration."""
+    path = runner.write_config(wg_distribution=True)
+    assert "alert" not in settings(runner, "--config", path.name)["document"]
+    assert settings(runner, "--config", path.name, "--alerts")["document"]["alert"] == DEFAULT_ALERTS
+    assert settings(runner, "--no-alerts")["document"]["alert"] == {"rules": [], "dump": False}
+    told = settings(
+        runner, "--on-alert", "stop", "--on-alert-command", "true 'a b'", "--rule", "a.b:c", "--rule", "d:e.f"
+    )
+    assert told["alerts"] == {"on_alert": "stop", "command": "true 'a b'", "rules": ["a.b:c", "d:e.f"]}
+    assert told["document"]["alert"] == DEFAULT_ALERTS
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--rule", "os.system"], "MODULE:FUNCTION"),
+        (["--rule", "a:b c"], "MODULE:FUNCTION"),
+        (["--rule", ":b"], "MODULE:FUNCTION"),
+        (["--on-alert-command", "no-such-command-here x"], "no such command"),
+        (["--on-alert-command", "'open"], "No closing"),
+        (["--on-alert", "explode"], "explode"),
+    ],
+)
+def test_wrong_options_for_alerts(options: list[str], said: str, runner: Runner) -> None:
+    """They are found before the command starts."""
+    done = run(runner, *options, "--", "touch", "started")
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert not (runner.folder / "started").exists()
+
+
+def test_options_for_alerts_without_a_rule(runner: Runner) -> None:
+    """That nothing can come of them is said."""
+    done = run(runner, "--no-alerts", "--on-alert", "stop", "--", "true")
+    assert done.returncode == 0
+    assert "no alert rule is on" in done.stderr
 
 
 def test_options_go_over_the_file(runner: Runner) -> None:

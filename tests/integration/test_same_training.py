@@ -37,6 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "wg_distribution": True,
         "mv_distribution": True,
         "monitor_mbs_grad": True,
+        "alert": {"rules": [{"rule_name": "AnomalyNan", "args": {"threshold": 0}}], "dump": True},
     },
 }
 SIX = {"ops": ["min", "max", "norm", "mean", "zeros", "nans"]}

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pydantic import ValidationError
 
-from msmon.config.availability import FEATURES
 from msmon.config.explain import as_documents, explain
 from msmon.config.load import load_config, parse_config, read_document
 from msmon.config.schema import MonitorConfig, json_schema
@@ -145,6 +144,12 @@ def test_frozen() -> None:
         ({"alert": {"rules": [{**NAN_RULE, "args": {"threshold": -1}}]}}, "alert.rules[0].args.threshold", "should be greater", ""),
         ({"alert": {"rules": [{**NAN_RULE, "args": {"threshold": "a"}}]}}, "alert.rules[0].args.threshold", "must be a number", ""),
         ({"alert": {"rules": [NAN_RULE, {"rule_name": "AnomalyTurbulence"}]}}, "alert.rules[1]", "threshold", ""),  # P51
+        ({"alert": {"rules": [{"rule_name": "AnomalyInf", "args": {"threshold": 1}}]}}, "alert.rules[0]", "no argument `threshold`", ""),
+        ({"alert": {"rules": [{"rule_name": "AnomalyDead", "args": {"step": 3}}]}}, "alert.rules[0].args.step", "unknown key", "did you mean `steps`?"),
+        ({"alert": {"rules": [{**NAN_RULE, "kind": ["actv"]}]}}, "alert.rules[0].kind", "unknown key", "did you mean `kinds`?"),
+        ({"alert": {"rules": [{**NAN_RULE, "function": "os:system"}]}}, "alert.rules[0].function", "unknown key", "known are"),
+        ({"alert": {"rules": [{"rule_name": "os:system"}]}}, "alert.rules[0].rule_name", "unknown value", "known are"),
+        ({"alert": {"on_alert_command": "ls"}}, "alert.on_alert_command", "unknown key", "known are"),
         ({"alert": {"dump": 2}}, "alert.dump", "must be true or false", "without quotes"),
         ({"step_count_per_record": "3"}, "step_count_per_record", "must be a whole number", "the default is 1"),  # P79
         ({"step_count_per_record": 0}, "step_count_per_record", "should be greater than or equal to 1", "the default is 1"),
@@ -258,8 +263,6 @@ def test_columns() -> None:
 
 
 NOT_YET = [
-    ({"alert": {"rules": [NAN_RULE]}}, "alert.rules", "alerts"),
-    ({"alert": {"dump": True}}, "alert.dump", "alerts"),
     ({"format": "tensorboard"}, "format", "tensorboard"),
 ]
 
@@ -272,17 +275,6 @@ def test_not_available_yet(document: dict[str, Any], path: str, reason: str) -> 
     assert found.slug == "not-available-yet"
     assert reason in found.message
     assert found.hint
-
-
-def test_every_feature_is_tested() -> None:
-    """The list above covers every feature that is not there yet."""
-    assert {path for _, path, _ in NOT_YET} == {*FEATURES, "format"}
-
-
-def test_not_available_problems_are_all_named() -> None:
-    """Several such keys are named together."""
-    document = {"alert": {"rules": [NAN_RULE], "dump": True}, "format": "tensorboard"}
-    assert [found.path for found in problems(document)] == ["alert.rules", "alert.dump", "format"]
 
 
 # The original's guide, section by section.
@@ -301,6 +293,7 @@ GUIDE_ACCEPTED: list[dict[str, Any]] = [
         "recording_l2_features": True,
         "sa_order": "b,s,h,d",
     },
+    {"alert": {"rules": [NAN_RULE, TURBULENCE], "dump": True}},
 ]
 GUIDE_WHOLE = {
     "targets": {
@@ -336,10 +329,6 @@ GUIDE_WHOLE = {
     "append_output": [],
     "squash_name": False,
 }
-GUIDE_NOT_YET: list[tuple[dict[str, Any], list[str]]] = [
-    ({"alert": {"rules": [NAN_RULE, TURBULENCE], "dump": True}}, ["alert.rules", "alert.dump"]),
-    (GUIDE_WHOLE, ["alert.rules"]),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("document", GUIDE_ACCEPTED, ids=str)
@@ -350,21 +339,9 @@ def test_guide_examples_that_work(document: dict[str, Any]) -> None:
         assert key in config.model_fields_set
 
 
-@pytest.mark.parametrize(("document", "paths"), GUIDE_NOT_YET, ids=["alert", "whole"])
-def test_guide_examples_that_do_not_work_yet(document: dict[str, Any], paths: list[str]) -> None:
-    """Those that need a feature of a later version are refused for that, and for nothing else."""
-    found = problems(document)
-    assert [one.path for one in found] == paths
-    assert {one.slug for one in found} == {"not-available-yet"}
-
-
-def test_whole_guide_example_without_later_features() -> None:
-    """The guide's full example is accepted once the parts that are not there yet are at their default."""
-    changed = {
-        "cc_distribution": {"enable": False, "cc_codeline": []},
-        "alert": {"rules": [], "dump": False},
-    }
-    config = parsed({**GUIDE_WHOLE, **changed})
+def test_whole_guide_example() -> None:
+    """The guide's full example is accepted."""
+    config = parsed(GUIDE_WHOLE)
     assert config.ndigits == 12
     assert config.targets["language_model.encoder.layers.0"].output_grad == "tuple[1]:0"
 

@@ -12,7 +12,7 @@ import pytest
 import msmon
 
 FRAMEWORKS = ("torch", "mindspore")
-CORE = ("config", "plan", "stats", "record", "sinks", "runtime", "offline", "bootstrap")
+CORE = ("alerts", "config", "plan", "stats", "record", "sinks", "runtime", "offline", "bootstrap")
 
 
 def modules(*packages: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -270,3 +271,49 @@ def test_interrupted_hand_over(writer: Writer, sink: Sink, monkeypatch: pytest.M
     writer.submit(table(2))
     assert writer.drain()
     assert sink.numbers == [0, 1, 2]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_no_table_is_under_way_when_the_process_forks(
+    writer: Writer, sink: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock that a sink takes is free in a child, however long a write holds it; the parent goes on writing."""
+    taken = threading.Lock()
+
+    def write(step: RecordedStep) -> None:
+        with taken:
+            sink.writing.set()
+            threading.Event().wait(0.3)
+        sink.steps.append(step)
+
+    monkeypatch.setattr(sink, "write", write)
+    writer.submit(table(0))
+    assert sink.writing.wait(60)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if taken.acquire(timeout=5) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    writer.submit(table(1))
+    assert writer.drain()
+    assert sink.numbers == [0, 1]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_hanging_disk_does_not_keep_a_process_from_forking(
+    writer: Writer, sink: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork waits for the writer for a limited time."""
+    monkeypatch.setattr(writer_module, "FORK_LIMIT", 0.1)
+    sink.may_write.clear()
+    writer.submit(table(0))
+    assert sink.writing.wait(60)
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert sink.numbers == []
+    sink.may_write.set()
+    assert writer.drain()
+    assert sink.numbers == [0]

@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+import shlex
+import shutil
 from pathlib import Path  # noqa: TC003 - Typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from msmon.alerts.options import OnAlert  # noqa: TC001 - Typer reads the annotations
 from msmon.errors import ConfigError
 from msmon_cli import console
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-WHAT, SELECTION, OUTPUT = "What to watch", "Selection", "Output"
+    from msmon.config.schema import MonitorConfig
+
+WHAT, SELECTION, ALERTS, OUTPUT = "What to watch", "Selection", "Alerts", "Output"
 OPTIONS = {
     "xy_distribution": "--activations",
     "forward_only": "--forward-only",
@@ -155,6 +160,44 @@ def run(  # noqa: PLR0917 - Typer calls it by name
             rich_help_panel=SELECTION,
         ),
     ] = False,
+    alerts: Annotated[
+        bool | None,
+        typer.Option(
+            "--alerts/--no-alerts",
+            help="Judge each step by the default rules. Default: on without a file, else as that says.",
+            show_default=False,
+            rich_help_panel=ALERTS,
+        ),
+    ] = None,
+    on_alert: Annotated[
+        OnAlert | None,
+        typer.Option(
+            "--on-alert",
+            help="At an anomaly: say it; write it to anomaly.json too; end the run too. Default: dump without a file.",
+            show_default=False,
+            rich_help_panel=ALERTS,
+        ),
+    ] = None,
+    on_alert_command: Annotated[
+        str,
+        typer.Option(
+            "--on-alert-command",
+            help="Start this at an anomaly, at most once a minute a process, its message as last argument; no shell.",
+            metavar="COMMAND",
+            show_default=False,
+            rich_help_panel=ALERTS,
+        ),
+    ] = "",
+    rules: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--rule",
+            help="A rule of your own, imported where training runs; repeatable.",
+            metavar="MODULE:FUNCTION",
+            show_default=False,
+            rich_help_panel=ALERTS,
+        ),
+    ] = None,
     output: Annotated[
         str,
         typer.Option(
@@ -199,6 +242,8 @@ def run(  # noqa: PLR0917 - Typer calls it by name
       msmon run --activations -t blocks.3.mlp -- python train.py
 
       msmon run -c monitor.json -t 'blocks.*.attn' -- accelerate launch train.py
+
+      msmon run --on-alert stop -- python train.py
     """
     from msmon import env
     from msmon.bootstrap import launch
@@ -230,12 +275,14 @@ def run(  # noqa: PLR0917 - Typer calls it by name
     if config is None and not (stacks or directions or any(key.endswith("_distribution") for key in options)):
         options["wg_distribution"] = True
         options.setdefault("ops", ALL_STATISTICS)
+    _add_alerts(options, alerts if config is not None or alerts is not None else True)
+    extra = _alert_options(on_alert, on_alert_command, rules or [])
     with _naming_options():  # by themselves: what is wrong here is not in the file
         checked = parse_config(options)
     if config is not None:
         checked = parse_config({**read_document(config), **options}, source=str(config))
     environment, notes = launch.prepare_environment(
-        checked, command, output=output, source=str(config or ""), grad_acc_steps=grad_acc_steps
+        checked, command, output=output, source=str(config or ""), grad_acc_steps=grad_acc_steps, alerts=extra
     )
     if dynamic:
         if config is None:
@@ -247,9 +294,43 @@ def run(  # noqa: PLR0917 - Typer calls it by name
         notes.append("forward_only and backward_only are both on: no activations will be recorded")
     if not checked.kinds:
         notes.append("no kind of data is switched on, so nothing will be recorded; add --gradients, for instance")
+    notes += _alert_notes(checked, extra)
     for note in [*notes, *launch.warnings_about(command)]:
         console.show_warning(note)
     launch.run_command(executable, command, environment)
+
+
+def _add_alerts(options: dict[str, Any], wanted: bool | None) -> None:
+    from msmon.alerts.catalogue import default_rules
+
+    if wanted:
+        options["alert"] = {"rules": default_rules(), "dump": True}
+    elif wanted is not None:
+        options["alert"] = {"rules": [], "dump": False}
+
+
+def _alert_notes(checked: MonitorConfig, extra: dict[str, Any]) -> list[str]:
+    """What was asked for and cannot happen."""
+    if extra and not checked.alert.rules and not extra.get("rules"):
+        return ["no alert rule is on, so nothing will come of the options for alerts; add --alerts"]
+    if extra and checked.format == "api":
+        return ["format api keeps nothing, and applies no alert rule"]
+    return []
+
+
+def _alert_options(on_alert: OnAlert | None, command: str, rules: list[str]) -> dict[str, Any]:
+    """What the settings file says of alerts beside the configuration."""
+    for rule in rules:
+        module, _, function = rule.partition(":")
+        if not all(part.isidentifier() for part in [*module.split("."), *function.split(".")]):
+            raise typer.BadParameter(f"{rule!r} is no MODULE:FUNCTION, such as checks:too_large", param_hint="--rule")
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise typer.BadParameter(f"{command!r}: {error}", param_hint="--on-alert-command") from None
+    if words and shutil.which(words[0]) is None:
+        raise typer.BadParameter(f"no such command: {words[0]}", param_hint="--on-alert-command")
+    return _as_document(on_alert=on_alert.value if on_alert else None, command=command, rules=rules)
 
 
 @contextlib.contextmanager

@@ -69,6 +69,7 @@ class InjectedMonitor:
             injected=settings.for_report(),
             on_training=self.watch_waiting,
             config_path=settings.source,
+            alert_options=settings.alert_options(),
         )
 
     def after_fork(self) -> None:

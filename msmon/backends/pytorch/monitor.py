@@ -60,7 +60,10 @@ class TrainerMon:
         if not isinstance(params_have_main_grad, bool):
             raise ArgumentError(_wrong("params_have_main_grad", params_have_main_grad, "True or False"))
         self._session = Session(
-            load_config(config_file_path), on_training=self._adopt, config_path=os.fspath(config_file_path)
+            load_config(config_file_path),
+            on_training=self._adopt,
+            config_path=os.fspath(config_file_path),
+            pipeline=self._pipeline,
         )
         self._process_group = process_group
         self._main_grad = params_have_main_grad
@@ -226,6 +229,12 @@ class TrainerMon:
     def close(self) -> None:
         """Stop watching: what was collected is on disk, and no hook, patch, handler or thread is left."""
         self._session.close()
+
+    def _pipeline(self) -> tuple[int, list[int]]:
+        """Place of this rank in its pipeline, and the ranks of that."""
+        if self._process_group is None:
+            return 0, []
+        return dist.get_rank(self._process_group), dist.get_process_group_ranks(self._process_group)
 
     def _adopt(self, stepping: Optimizer | None) -> None:
         """An optimizer steps that was not given, on parameters of a watched model: one inside the one given, say."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 from msmon.backends.pytorch.devices import Arriving, accumulation_dtype
@@ -72,15 +71,20 @@ class _Packed:
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
         self._arriving = Arriving(parts, 0)
+        self._numbers: NDArray[np.float64] | None = None
 
     def ready(self) -> bool:
         """Whether the numbers are here, without waiting for them."""
         return self._arriving.ready()
 
-    @functools.cached_property
     def numbers(self) -> NDArray[np.float64]:
-        """Blocks until they are here; asked for on the writer thread only."""
-        return self._arriving.wait()
+        """Blocks until they are here; asked for on the writer thread only.
+
+        No ``cached_property``: before Python 3.12 one lock of all packed numbers would be held while waiting.
+        """
+        if self._numbers is None:
+            self._numbers = self._arriving.wait()
+        return self._numbers
 
 
 class _Part(NamedTuple):
@@ -93,7 +97,7 @@ class _Part(NamedTuple):
         return self.packed.ready()
 
     def wait(self) -> NDArray[np.float64]:
-        return self.packed.numbers[self.place]
+        return self.packed.numbers()[self.place]
 
 
 def parts_by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:

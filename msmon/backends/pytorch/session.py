@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from msmon import env, log
+from msmon.alerts.setup import make_alerts
+from msmon.alerts.stage import JudgedSink
 from msmon.backends.pytorch import events
 from msmon.backends.pytorch.adapters import choose_adapter
 from msmon.backends.pytorch.devices import capturing
@@ -31,6 +33,7 @@ from msmon.backends.pytorch.dynamic import DynamicRun
 from msmon.backends.pytorch.kernels.choose import choose_kernel
 from msmon.backends.pytorch.place import current_place, leave_process_group, shared_run_id
 from msmon.backends.pytorch.run_report import describe_model, run_report
+from msmon.backends.pytorch.stop import CommonStop
 from msmon.backends.pytorch.taps import stacks
 from msmon.backends.pytorch.taps.communication import CommunicationTap
 from msmon.backends.pytorch.taps.reduction import Reduction
@@ -57,6 +60,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from msmon.alerts.options import AlertOptions
+    from msmon.alerts.stage import Alerts
     from msmon.backends.pytorch.events import Arguments
     from msmon.backends.pytorch.module_calls import ModuleCalls
     from msmon.config.schema import MonitorConfig
@@ -83,25 +88,50 @@ class _Output:
     rank: int
     config: MonitorConfig
     writer: Writer
+    alerts: Alerts | None
+    make_alerts: Callable[[MonitorConfig], Alerts | None]
 
     @classmethod
-    def into(cls, directory: Path, rank: int, config: MonitorConfig) -> _Output:
-        return cls(directory, rank, config, Writer(_make_sink(directory, rank, config)))
+    def into(
+        cls, directory: Path, rank: int, config: MonitorConfig, make_alerts: Callable[[MonitorConfig], Alerts | None]
+    ) -> _Output:
+        alerts = make_alerts(config)
+        return cls(directory, rank, config, Writer(_make_sink(directory, rank, config, alerts)), alerts, make_alerts)
 
     def submit(self, table: StepTable, config: MonitorConfig) -> None:
         if config is not self.config:
-            self.config = config
-            self.writer.drain()
+            before, self.config = self.config, config
+            self.drain()
             self.writer.sink.close()
-            self.writer.sink = _make_sink(self.directory, self.rank, config)
+            if config.alert != before.alert:
+                self._change_rules()
+            self.writer.sink = _make_sink(self.directory, self.rank, config, self.alerts)
         self.writer.submit(table)
 
+    def _change_rules(self) -> None:
+        before = self.alerts
+        if before is not None:
+            before.release()
+        self.alerts = self.make_alerts(self.config)
+        if before is not None and self.alerts is not None:
+            self.alerts.found, self.alerts.first = before.found, before.first
 
-def _make_sink(directory: Path, rank: int, config: MonitorConfig) -> Sink:
-    table = CsvSink(directory, config.columns, config.ndigits, config.step_count_per_record)
+    def drain(self) -> None:
+        if self.writer.drain() and self.alerts is not None:
+            self.alerts.flush()
+
+    def close(self) -> None:
+        self.drain()
+        self.writer.close()
+        if self.alerts is not None:
+            self.alerts.release()
+
+
+def _make_sink(directory: Path, rank: int, config: MonitorConfig, alerts: Alerts | None) -> Sink:
+    sink: Sink = CsvSink(directory, config.columns, config.ndigits, config.step_count_per_record)
     if config.ur_distribution and tensorboard.installed():
-        return SeveralSinks(table, TensorBoardSink(directory, rank, len(config.statistics)))
-    return table
+        sink = SeveralSinks(sink, TensorBoardSink(directory, rank, len(config.statistics)))
+    return sink if alerts is None else JudgedSink(sink, config.statistics, alerts)
 
 
 class Session:
@@ -114,6 +144,8 @@ class Session:
         on_training: Called when a backward pass begins and, with the optimizer, when one steps that is not watched:
             may add models.
         config_path: Where the configuration was read from. With ``DYNAMIC_MONITOR`` the file is followed.
+        alert_options: What the command line says of alerts.
+        pipeline: Place of this rank in its pipeline, and the ranks of that.
     """
 
     def __init__(
@@ -124,6 +156,8 @@ class Session:
         injected: dict[str, Any] | None = None,
         on_training: Callable[[Optimizer | None], None] | None = None,
         config_path: str = "",
+        alert_options: AlertOptions | None = None,
+        pipeline: Callable[[], tuple[int, Sequence[int]]] | None = None,
     ) -> None:
         self.config = config
         self.watches: list[Watch] = []
@@ -139,6 +173,9 @@ class Session:
         self._output_root = Path(output_root or env.output_root())
         self._injected = injected or {}
         self._on_training = on_training
+        self._alert_options = alert_options
+        self._pipeline = pipeline
+        self._common_stop: CommonStop | None = None
         self._termination: Termination | None = None
         self._number = next(_numbers)
         self._dynamic = (
@@ -328,7 +365,7 @@ class Session:
                 self._scales.pop(id(optimizer), None)
                 self.guard.run(self._step_ends, watch, optimizer)
             self._stepping.pop()
-        if self._stopping:
+        if self._stopping or (self._common_stop is not None and self._common_stop.due(self.steps_seen)):
             self._stop()
 
     def _step_ends(self, watch: Watch, optimizer: Optimizer, *, skipped: bool = False) -> None:
@@ -461,8 +498,39 @@ class Session:
             self._unwritable = True
             log.say(f"{error}: nothing is recorded, training goes on")
             return
-        self.output = _Output.into(directory, self.place.rank, self.config)
+        make_alerts = functools.partial(self._make_alerts, directory, identity)
+        self.output = _Output.into(directory, self.place.rank, self.config, make_alerts)
         self._describe_run()
+
+    def _make_alerts(self, directory: Path, run: str, config: MonitorConfig) -> Alerts | None:
+        """What judges the steps, ``None`` without rules."""
+        place = self.place
+        if place is None:
+            return None
+        partly = bool(config.module_ranks) and place.world_size > 1
+        pp_stage, group_mates = self.guard.run(self._pipeline) or (0, ()) if self._pipeline else (0, ())
+        alerts = Guard("alerts").run(
+            make_alerts,
+            config.alert,
+            self._alert_options,
+            rank=place.rank,
+            pp_stage=pp_stage,
+            group_mates=group_mates,
+            root=self._output_root,
+            run=run,
+            directory=directory.name,
+            stop=self._stop_at_alert,
+        )
+        if alerts is not None and alerts.stops and partly:
+            log.say("--on-alert stop needs all ranks, and module_ranks leaves some out: nothing will be stopped")
+        elif alerts is not None and alerts.stops and self._common_stop is None:
+            self._common_stop = CommonStop(place, f"msmon/{run}/{self._number}")
+        return alerts
+
+    def _stop_at_alert(self, message: str) -> None:
+        log.say(f"stopping, as --on-alert stop asks: {message}", once="stop")
+        if self._common_stop is not None:
+            self._common_stop.ask()
 
     def _emit(self, table: StepTable, config: MonitorConfig) -> None:
         self._late.append((table, config))
@@ -525,7 +593,9 @@ class Session:
             self.guard.run(watch.cut_short, normally=not (crashed or signalled))
         self._submit()
         if self.output is not None:
-            self.output.writer.drain()
+            self.output.drain()
+        if self._common_stop is not None:
+            self._common_stop.close()
         if self._dynamic is not None:
             self._dynamic.stop()  # a thread inside the store when the interpreter ends would abort the process
         self.guard.run(self._summarize)
@@ -539,6 +609,13 @@ class Session:
         cut = f", {self.steps_cut_short} more cut short" if self.steps_cut_short else ""
         log.say(f"{self.steps_seen} training steps seen, {self.steps_collected} collected{cut}{lost}")
         log.say(f"output: {self.output.directory}")
+        alerts = self.output.alerts
+        if alerts is not None and alerts.first is not None:
+            log.say(f"anomalies on this rank: {alerts.found:,}, the first: {alerts.first.message}")
+            log.say(f"next:   msmon analyse {shlex.quote(str(self._output_root))}")
+            return
+        if alerts is not None:
+            log.say("no anomaly on this rank")
         example = _example_file(self.output.directory)
         if example is not None:
             log.say(f"next:   head {shlex.quote(str(example))}")
@@ -562,7 +639,9 @@ class Session:
         if self._termination is not None:
             self._termination.undo()
         if self.output is not None:
-            self.output.writer.close()
+            self.output.close()
+        if self._common_stop is not None:
+            self._common_stop.close()
         _sessions.discard(self)
 
     def after_fork(self) -> None:
@@ -571,7 +650,9 @@ class Session:
             self._termination.after_fork()
             self._termination = None
         self._lock = threading.RLock()
-        self.output = None
+        if self.output is not None and self.output.alerts is not None:
+            self.output.alerts.release()  # the lock of the file is the parent's, for as long as that lives
+        self.output = self._common_stop = None
         self.place = None
         self._under_way.clear()
         self._models.clear()
