@@ -12,11 +12,7 @@ import typer
 from msmon import env
 from msmon.errors import ExitCode, MsmonError
 from msmon_cli import console
-<<<<<<< HEAD
-from msmon_cli.commands import merge, print_struct, run, switch, validate_config
-=======
-from msmon_cli.commands import analyse, print_struct, run, switch, validate_config
->>>>>>> main
+from msmon_cli.commands import analyse, merge, print_struct, run, switch, validate_config
 
 EPILOG = """
 Examples:
@@ -53,11 +49,8 @@ app.command(
     options_metavar="[OPTIONS] --",
     no_args_is_help=True,
 )(print_struct.print_struct)
-<<<<<<< HEAD
-app.command("merge", no_args_is_help=True)(merge.merge)
-=======
 app.command("analyse", no_args_is_help=True)(analyse.analyse)
->>>>>>> main
+app.command("merge", no_args_is_help=True)(merge.merge)
 app.command("validate-config")(validate_config.validate_config)
 app.command("on")(switch.on)
 app.command("off")(switch.off)

@@ -79,7 +79,7 @@ def read_by_steps(directory: Path) -> Iterator[list[RecordedRow]]:
         if match := _FILE.fullmatch(path.name):
             ranges.setdefault(int(match["first"]), []).append((match["kind"], path))
     for first in sorted(ranges):
-        yield [row for kind, path in ranges[first] for row in _read_file(path, kind)]
+        yield [row for kind, path in ranges[first] for row in read_file(path, kind)]
 
 
 def read_steps(directory: Path) -> list[dict[str, str]]:
