@@ -12,7 +12,7 @@ import typer
 from msmon import env
 from msmon.errors import ExitCode, MsmonError
 from msmon_cli import console
-from msmon_cli.commands import analyse, csv2tb, print_struct, run, switch, validate_config
+from msmon_cli.commands import analyse, csv2tb, merge, print_struct, run, switch, validate_config
 
 EPILOG = """
 Examples:
@@ -52,6 +52,7 @@ app.command(
     no_args_is_help=True,
 )(print_struct.print_struct)
 app.command("analyse", no_args_is_help=True)(analyse.analyse)
+app.command("merge", no_args_is_help=True)(merge.merge)
 app.command("validate-config")(validate_config.validate_config)
 app.command("csv2tb")(csv2tb.csv2tb)
 app.command("on")(switch.on)

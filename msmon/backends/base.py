@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from msmon.runtime.ledger import Ledger
     from msmon.stats.definitions import Statistic
 
 TensorT = TypeVar("TensorT")
@@ -63,11 +64,15 @@ class NamedParameter(NamedTuple, Generic[TensorT]):
     parameter: TensorT
 
 
+Tell: TypeAlias = "Callable[[Callable[[], Iterable[tuple[TensorT, TensorT]]]], None]"
+"""Takes what finds parameters with their gradients, and calls it, guarded, when somebody wants to know."""
+
+
 class Adapter(Protocol[ModuleT_contra, OptimizerT_contra, TensorT]):
     """What one training framework does with parameters, gradients and optimizer state.
 
-    The gradient before reduction is taken when autograd has accumulated it on this rank, before any communication; an
-    adapter whose framework reduces earlier says so by its own tap (none does yet).
+    Of a parameter that is spread over ranks, weight, reduced gradient and optimizer state are this rank's part; the gradient
+    before reduction is whole where the framework makes it whole.
     """
 
     name: str
@@ -78,14 +83,31 @@ class Adapter(Protocol[ModuleT_contra, OptimizerT_contra, TensorT]):
     def parameters(self, root: ModuleT_contra) -> Iterator[NamedParameter[TensorT]]:
         """Every parameter once, in the order of the framework's own walk."""
 
+    def accumulates(self, parameter: TensorT) -> bool:
+        """Whether autograd leaves this rank's gradient on the parameter itself before any communication."""
+
+    def tell_unreduced(self, ledger: Ledger, tell: Tell[TensorT]) -> None:
+        """Of all other parameters: tell their gradients once those of a backward pass are there.
+
+        Args:
+            ledger: Takes the patches that this needs. Nothing in them may raise.
+            tell: Told what finds the gradients. It does not raise, and keeps none.
+        """
+
     def unreduced_gradient(self, parameter: TensorT) -> TensorT | None:
         """This rank's accumulated gradient, right after a backward pass reached the parameter."""
+
+    def weight(self, parameter: TensorT) -> TensorT | None:
+        """What this rank holds of a parameter; ``None`` when that is nothing."""
 
     def reduced_gradient(self, parameter: TensorT) -> TensorT | None:
         """The gradient that the optimizer will use; ``None`` when there is none this step."""
 
     def state(self, optimizer: OptimizerT_contra, parameter: TensorT) -> Iterator[tuple[str, TensorT]]:
         """Optimizer state tensors of a parameter, by key."""
+
+    def place(self, parameter: TensorT) -> dict[str, Any]:
+        """For ``run.json``: the shape of the whole and the place of this rank's part; empty for a whole parameter."""
 
     def describe(self, root: ModuleT_contra) -> dict[str, Any]:
         """For ``run.json``: how the framework has wrapped the model."""

@@ -74,7 +74,7 @@ def kind_files(directory: Path) -> list[tuple[str, Path]]:
 
 def read_kind(directory: Path, kind: str) -> list[RecordedRow]:
     """All rows of one kind, by step, in the order of the files."""
-    return [row for this, path in kind_files(directory) if this == kind for row in _read_file(path, kind)]
+    return [row for this, path in kind_files(directory) if this == kind for row in read_file(path, kind)]
 
 
 def read_by_steps(directory: Path) -> Iterator[list[RecordedRow]]:
@@ -84,7 +84,7 @@ def read_by_steps(directory: Path) -> Iterator[list[RecordedRow]]:
         if match := _FILE.fullmatch(path.name):
             ranges.setdefault(int(match["first"]), []).append((match["kind"], path))
     for first in sorted(ranges):
-        yield [row for kind, path in ranges[first] for row in _read_file(path, kind)]
+        yield [row for kind, path in ranges[first] for row in read_file(path, kind)]
 
 
 def read_steps(directory: Path) -> list[dict[str, str]]:
@@ -93,7 +93,8 @@ def read_steps(directory: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(_whole_lines(path))) if path.exists() else []
 
 
-def _read_file(path: Path, kind: str) -> Iterator[RecordedRow]:
+def read_file(path: Path, kind: str) -> Iterator[RecordedRow]:
+    """The rows of one file, without a torn last line."""
     for line in csv.DictReader(_whole_lines(path)):
         cells = {column: _cell(column, text) for column, text in line.items() if text != ""}
         yield RecordedRow(

@@ -39,7 +39,18 @@ def msmon(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["analyse"], ["csv2tb"], ["print-struct"], ["run"], ["on"], ["off"], ["status"], ["validate-config"]],
+    [
+        [],
+        ["analyse"],
+        ["csv2tb"],
+        ["merge"],
+        ["print-struct"],
+        ["run"],
+        ["on"],
+        ["off"],
+        ["status"],
+        ["validate-config"],
+    ],
     ids=lambda command: "".join(command) or "msmon",
 )
 def test_help_is_frozen(command: list[str], tmp_path: Path) -> None:
@@ -412,7 +423,10 @@ def test_the_zsh_script_completes_when_it_is_autoloaded() -> None:
     ("words", "expected"),
     [
         (["msmon", "ru"], {"run"}),
-        (["msmon", ""], {"analyse", "csv2tb", "off", "on", "print-struct", "run", "status", "validate-config"}),
+        (
+            ["msmon", ""],
+            {"analyse", "csv2tb", "merge", "off", "on", "print-struct", "run", "status", "validate-config"},
+        ),
         (["msmon", "run", "--opt"], {"--optimizer-state"}),
         (["msmon", "validate-config", "--"], {"--schema", "--explain", "--json", "--help"}),
     ],

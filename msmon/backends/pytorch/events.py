@@ -16,6 +16,7 @@ import torch.utils.checkpoint
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from msmon.backends.pytorch import dynamo
+from msmon.backends.pytorch.adapters import pipelining
 from msmon.backends.pytorch.module_hook import without_hooks
 from msmon.bootstrap import discovery
 from msmon.runtime.ledger import Ledger
@@ -66,6 +67,7 @@ on_modules: weakref.WeakSet[ModuleListener] = weakref.WeakSet()
 
 _listeners: list[Listener] = []
 _ledger = Ledger()
+_follows_stages = False
 _serials = itertools.count()
 _passes: dict[int, int] = {}
 """Backward passes under way: the thread that called each, and its number."""
@@ -86,12 +88,21 @@ def subscribe(listener: Listener) -> None:
     _listeners.append(listener)
 
 
+def follow_stages() -> None:
+    """Learn from pipeline stages which micro-batch they work on, once the process has imported them."""
+    global _follows_stages  # noqa: PLW0603 - one set of patches serves all
+    if _listeners and not _follows_stages:
+        _follows_stages = pipelining.follow_stages(_ledger)
+
+
 def unsubscribe(listener: Listener) -> None:
     """Tell this listener nothing more."""
+    global _follows_stages  # noqa: PLW0603 - as above
     if listener in _listeners:
         _listeners.remove(listener)
         if not _listeners:
             _ledger.undo()
+            _follows_stages = False
 
 
 def in_backward() -> bool:

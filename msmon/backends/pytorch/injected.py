@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from msmon import env, log
+from msmon.backends.pytorch import events
+from msmon.backends.pytorch.adapters.registered import registered_parameters
 from msmon.backends.pytorch.module_calls import ModuleCalls
-from msmon.backends.pytorch.naming import innermost
+from msmon.backends.pytorch.naming import class_name, innermost
 from msmon.backends.pytorch.roots import find_roots, optimizer_parameters
 from msmon.backends.pytorch.session import Session
 from msmon.backends.pytorch.taps.modules import wants_modules
@@ -84,6 +86,7 @@ class InjectedMonitor:
         waiting = _Waiting(weakref.ref(optimizer), [weakref.ref(root) for root in roots])
         with self._lock:
             self._waiting.append(waiting)
+            events.follow_stages()
             if wants_modules(self.session.config) and not env.dynamic_requested():
                 self._hook_modules(roots)
 
@@ -133,7 +136,7 @@ class InjectedMonitor:
             return
         labels = []
         for root in component.roots:
-            labels.append(unique_label(type(root).__name__, self._labels))
+            labels.append(unique_label(class_name(root), self._labels))
             self._labels.append(labels[-1])
         prefixed = several or len(labels) > 1
         label: str | None = "+".join(labels) if several else ""
@@ -166,7 +169,7 @@ class InjectedMonitor:
         new = {id(tensor) for tensor in component.tensors} - watch.inventory.by_id.keys()
         for root in component.roots:
             if not any(root is other for other in known) and not new.isdisjoint(map(id, root.parameters())):
-                label = unique_label(type(root).__name__, self._labels)
+                label = unique_label(class_name(root), self._labels)
                 self._labels.append(label)
                 watch.add_root(root, Naming(f"{label}.", squash=self.session.config.squash_name))
 
@@ -211,10 +214,11 @@ def _still_right(entry: _Waiting, tensors: list[Tensor], held: dict[int, set[int
         held: The parameters of each model looked at so far, for the next optimizer of the same one.
     """
     roots = [root for reference in entry.roots if (root := reference()) is not None]
+    registered = registered_parameters()
     if roots and len(roots) == len(entry.roots):
         for root in roots:
             if id(root) not in held:
-                held[id(root)] = set(map(id, root.parameters()))
+                held[id(root)] = {id(p) for part in root.modules() for p in registered(part).values()}
         if all(any(id(tensor) in held[id(root)] for root in roots) for tensor in tensors):
             return roots
     found: list[Module] = []

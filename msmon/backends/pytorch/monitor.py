@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from msmon import log
-from msmon.backends.pytorch.naming import innermost
+from msmon.backends.pytorch.naming import class_name, innermost
 from msmon.backends.pytorch.place import current_place
 from msmon.backends.pytorch.roots import optimizer_parameters
 from msmon.backends.pytorch.session import Session
@@ -103,7 +103,7 @@ class TrainerMon:
             if known.owns(inner) or any(reference() is chunk for reference in known.roots for chunk in chunks):
                 known.add_optimizer(inner)
                 return
-        label = unique_label(type(innermost(chunks[0])).__name__, self._labels)
+        label = unique_label(class_name(innermost(chunks[0])), self._labels)
         self._labels.append(label)
         further = len(self._labels) > 1
         watch = self._session.watch(

@@ -14,7 +14,7 @@ from msmon.backends.base import NamedParameter
 from msmon.bootstrap import discovery
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch.nn import Module, Parameter
 
@@ -39,6 +39,13 @@ def wrapped_attribute(module: Module) -> str:
     return ""
 
 
+def class_name(module: Module) -> str:
+    """The user's own class, also where ``fully_shard`` has put a class of its own in its place."""
+    bases = type(module).__bases__
+    own = bases[1] if [base.__name__ for base in bases[:1]] == ["FSDPModule"] and len(bases) > 1 else type(module)
+    return own.__name__
+
+
 def unwrap(module: Module) -> Module | None:
     """What a wrapper wraps, ``None`` for a module that is no wrapper."""
     attribute = wrapped_attribute(module)
@@ -52,13 +59,19 @@ def innermost(module: Module) -> Module:
     return module
 
 
-def walk_parameters(root: Module) -> Iterator[NamedParameter[Parameter]]:
+def walk_parameters(
+    root: Module, registered: Callable[[Module], dict[str, Parameter | None]]
+) -> Iterator[NamedParameter[Parameter]]:
     """Every parameter under every name it has, in the order of ``named_parameters(remove_duplicate=False)``.
 
     Those of lazy layers are left out until they have a shape.
+
+    Args:
+        root: The model.
+        registered: Gives the parameters of one module by name.
     """
     for module, name, raw_name in _walk(root, "", "", frozenset()):
-        for key, parameter in module.__dict__["_parameters"].items():
+        for key, parameter in registered(module).items():
             if parameter is not None and not is_lazy(parameter):
                 yield NamedParameter(name + key, raw_name + key, parameter)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from msmon.backends.pytorch.adapters.registered import registered_parameters
 from msmon.bootstrap import discovery
 
 if TYPE_CHECKING:
@@ -47,13 +48,14 @@ def _known_modules() -> list[Module]:
 
 
 def _climb(modules: Iterable[Module], wanted: set[int]) -> tuple[list[Module], set[int]]:
+    registered = registered_parameters()
     parents: dict[int, list[Module]] = {}
     level: list[Module] = []
     covered: set[int] = set()
     for module in modules:
-        for child in _children(module, "_modules"):
+        for child in _children(module):
             parents.setdefault(id(child), []).append(module)
-        held = wanted.intersection(id(parameter) for parameter in _children(module, "_parameters"))
+        held = wanted.intersection(map(id, registered(module).values()))
         if held:
             covered |= held
             level.append(module)
@@ -74,9 +76,9 @@ def _climb(modules: Iterable[Module], wanted: set[int]) -> tuple[list[Module], s
     return sorted(roots, key=lambda root: order[id(root)]), covered
 
 
-def _children(module: Module, attribute: str) -> list[Any]:
-    """The values of ``_modules`` or ``_parameters``, read without running any code of the module's class."""
-    values = module.__dict__.get(attribute)
+def _children(module: Module) -> list[Module]:
+    """Its submodules, read without running any code of the module's class."""
+    values = module.__dict__.get("_modules")
     if values is None:  # a module whose constructor has not run to its end
         return []
     return [value for value in values.values() if value is not None]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from msmon import __version__
+from msmon.backends.pytorch.naming import class_name
 from msmon.runtime.run_directory import utc_now
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def describe_model(watch: Watch) -> dict[str, Any]:
     roots = [root for reference in watch.roots if (root := reference()) is not None]
     return {
         "label": watch.label,
-        "classes": [type(root).__name__ for root in roots],
+        "classes": [class_name(root) for root in roots],
         "adapter": watch.adapter.name,
         **(watch.adapter.describe(roots[0]) if roots else {}),
         "optimizers": [type(optimizer).__name__ for optimizer in watch.optimizers],
@@ -63,6 +64,7 @@ def describe_model(watch: Watch) -> dict[str, Any]:
                 "dtype": str(watched.parameter.dtype),
                 "trainable": watched.parameter.requires_grad,
                 "watched": watched.selected,
+                **watch.adapter.place(watched.parameter),
                 **({"aliases": watched.aliases} if watched.aliases else {}),
             }
             for watched in watch.inventory.by_id.values()

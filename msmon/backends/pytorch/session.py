@@ -260,6 +260,7 @@ class Session:
             grad_acc_steps: Micro-batches a step; ``None`` counts backward passes.
             main_grad: Read ``main_grad`` where a parameter has one.
         """
+        events.follow_stages()
         watch = Watch(
             self.config,
             self._kernel,

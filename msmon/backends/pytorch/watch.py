@@ -11,6 +11,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from msmon.backends.pytorch import events
+from msmon.backends.pytorch.adapters.pipelining import current_micro_batch
 from msmon.backends.pytorch.devices import capturing
 from msmon.backends.pytorch.recorder import StepRecorder, describe
 from msmon.backends.pytorch.roots import optimizer_parameters
@@ -132,7 +133,7 @@ class Watch:
 
     def _make_taps(self) -> None:
         config, adapter = self.config, self.adapter
-        self.weights = WeightTap(self._reduction) if config.param_distribution else None
+        self.weights = WeightTap(self._reduction, adapter) if config.param_distribution else None
         self.state = OptimizerStateTap(self._reduction, adapter) if config.mv_distribution else None
         self.gradients = self._make_gradient_tap() if config.wg_distribution else None
         self.modules = self._make_module_taps() if wants_modules(config) else None
@@ -234,7 +235,9 @@ class Watch:
             self.rounds.know(id(optimizer), entry.held)
             entry.unhooked = entry.parameters
         if entry.unhooked and self.gradients is not None and not self.gate.finished:
-            self.gradients.hook(entry.unhooked, self.ledger, self.guards[GradientTap.part])
+            guard = self.guards[GradientTap.part]
+            self.gradients.observe(self.inventory, self.ledger, guard)
+            self.gradients.hook(entry.unhooked, self.ledger, guard)
             entry.unhooked = [watched for watched in entry.unhooked if not watched.parameter.requires_grad]
         return entry
 
@@ -319,6 +322,9 @@ class Watch:
 
     def _micro_batch(self, passes: int) -> int:
         """The micro-batch that comes after so many backward passes of the step."""
+        in_pipeline = current_micro_batch()
+        if in_pipeline is not None:
+            return in_pipeline
         return max(passes, 0) if self._grad_acc_steps is None else min(max(passes, 0), self._grad_acc_steps - 1)
 
     def step_begins(self, optimizer: Optimizer, inner: Sequence[Optimizer], *, backward_done: bool) -> None:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from msmon.backends.pytorch.adapters.parts import part_here, place_of
+from msmon.backends.pytorch.adapters.registered import registered_parameters
 from msmon.backends.pytorch.naming import walk_parameters, wrappers_around
 
 if TYPE_CHECKING:
@@ -19,7 +21,11 @@ if TYPE_CHECKING:
     from torch.nn import Module, Parameter
     from torch.optim import Optimizer
 
-    from msmon.backends.base import NamedParameter
+    from msmon.backends.base import NamedParameter, Tell
+    from msmon.runtime.ledger import Ledger
+
+NOT_IN_USE = "not in use"
+"""Why an adapter does not apply that nobody needs to be told about."""
 
 _COUNTER = "step"
 """A state entry that counts; it is no state to watch."""
@@ -44,16 +50,28 @@ class PlainAdapter:
 
     def parameters(self, root: Module) -> Iterator[NamedParameter[Parameter]]:
         """See :meth:`msmon.backends.base.Adapter.parameters`."""
-        yield from walk_parameters(root)
+        yield from walk_parameters(root, registered_parameters())
+
+    def accumulates(self, parameter: Tensor) -> bool:
+        """See :meth:`msmon.backends.base.Adapter.accumulates`."""
+        del parameter
+        return True
+
+    def tell_unreduced(self, ledger: Ledger, tell: Tell[Tensor]) -> None:
+        """Nothing to tell: autograd's hooks do."""
 
     def unreduced_gradient(self, parameter: Tensor) -> Tensor | None:
         """``parameter.grad``: after this backward pass, before any communication."""
-        return parameter.grad
+        return part_here(parameter.grad)
+
+    def weight(self, parameter: Tensor) -> Tensor | None:
+        """The parameter itself, or this rank's part of it."""
+        return part_here(parameter)
 
     def reduced_gradient(self, parameter: Tensor) -> Tensor | None:
         """``parameter.main_grad`` where a framework has set one, else ``parameter.grad``."""
         main_grad = getattr(parameter, "main_grad", None) if self._main_grad else None
-        return main_grad if isinstance(main_grad, torch.Tensor) else parameter.grad
+        return part_here(main_grad if isinstance(main_grad, torch.Tensor) else parameter.grad)
 
     def state(self, optimizer: Optimizer, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Every tensor in ``optimizer.state[parameter]`` but the step counter. Looking creates no entry."""
@@ -61,7 +79,13 @@ class PlainAdapter:
         if entries is not None and hasattr(entries, "items"):
             for key, value in entries.items():
                 if isinstance(value, torch.Tensor) and key != _COUNTER:
-                    yield str(key), value
+                    part = part_here(value)
+                    if part is not None:
+                        yield str(key), part
+
+    def place(self, parameter: Tensor) -> dict[str, Any]:
+        """Of a ``DTensor``: where in the whole this rank's part lies."""
+        return place_of(parameter)
 
     def describe(self, root: Module) -> dict[str, Any]:
         """The classes of the wrappers around the user's model, outermost first."""

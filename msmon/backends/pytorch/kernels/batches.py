@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from msmon.backends.pytorch.kernels.layouts import is_freed
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -18,7 +20,7 @@ def lies_dense(tensor: Tensor) -> bool:
     """Whether the elements of a tensor fill one stretch of memory, in whatever order."""
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_neg():
         return False
-    if tensor.is_meta:
+    if tensor.is_meta or is_freed(tensor):
         return False
     if tensor.is_contiguous():
         return True

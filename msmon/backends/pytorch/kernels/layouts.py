@@ -32,10 +32,12 @@ def dense_values(tensor: Tensor) -> tuple[Tensor, int]:
     """The explicitly stored elements of a tensor, and how many further elements are zero because they are not stored.
 
     Raises:
-        UnsupportedTensorError: The tensor has no data (meta, fake).
+        UnsupportedTensorError: The tensor has no data (meta, fake, freed).
     """
     if tensor.is_meta or hasattr(tensor, "fake_mode"):
         raise UnsupportedTensorError("a meta or fake tensor has no elements")
+    if is_freed(tensor):
+        raise UnsupportedTensorError("its memory has been given back")
     tensor = tensor.detach()
     if tensor.is_quantized:
         tensor = tensor.dequantize()
@@ -54,6 +56,13 @@ def dense_values(tensor: Tensor) -> tuple[Tensor, int]:
     else:
         raise UnsupportedTensorError(f"unknown layout {tensor.layout}")
     return values, size - values.numel()
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Whether a tensor's storage was resized to nothing under it, as FSDP does: torch itself would read at address 0."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_mkldnn:
+        return False
+    return tensor.data_ptr() == 0 and tensor.numel() > 0
 
 
 def flat_pieces(tensor: Tensor, limit: int) -> Iterator[Tensor]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from msmon.backends.pytorch.adapters.plain import PlainAdapter
     from msmon.backends.pytorch.recorder import StepRecorder
     from msmon.backends.pytorch.taps.reduction import Reduction
-    from msmon.backends.pytorch.watched import WatchedParameter
+    from msmon.backends.pytorch.watched import Inventory, WatchedParameter
     from msmon.record.table import Row
     from msmon.runtime.guard import Guard
     from msmon.runtime.ledger import Ledger
@@ -61,6 +61,26 @@ class GradientTap:
         self._settled: set[tuple[int, int]] = set()
         self._arrivals: dict[int, dict[tuple[int, int], int]] = {}  # of each parameter: its keys, and their order
         self._counter = itertools.count()
+        self._observing = False
+
+    def observe(self, inventory: Inventory, ledger: Ledger, guard: Guard) -> None:
+        """Hear of gradients that autograd does not leave on their parameters before they are reduced."""
+        if self._observing:
+            return
+        self._observing = True
+        collecting, run = self._collecting, guard.run
+
+        def take(find: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> None:
+            for parameter, gradient in find():
+                watched = inventory.by_id.get(id(parameter))
+                if watched is not None and watched.selected:
+                    self._take_unreduced(watched, gradient)
+
+        def tell(find: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> None:
+            if collecting():
+                run(take, find)
+
+        self._adapter.tell_unreduced(ledger, tell)
 
     def hook(self, parameters: Iterable[WatchedParameter], ledger: Ledger, guard: Guard) -> None:
         """Put a hook on every selected parameter that can have a gradient and has none yet.
@@ -70,7 +90,8 @@ class GradientTap:
         """
         for watched in parameters:
             parameter: Any = watched.parameter  # torch gives its hooks no types
-            if watched.hooked != parameter._cdata and parameter.requires_grad and parameter.is_leaf:  # noqa: SLF001 - see WatchedParameter.hooked
+            wanted = parameter.requires_grad and parameter.is_leaf and self._adapter.accumulates(parameter)
+            if wanted and watched.hooked != parameter._cdata:  # noqa: SLF001 - see WatchedParameter.hooked
                 if watched.hooked:  # the tensor was swapped: its Python hooks are listed still, and called no more
                     parameter._post_accumulate_grad_hooks = None  # noqa: SLF001 - as above
                 watched.hooked = parameter._cdata  # noqa: SLF001 - as above
@@ -93,14 +114,18 @@ class GradientTap:
         return after_accumulation
 
     def _read_unreduced(self, watched: WatchedParameter, parameter: Tensor) -> None:
-        micro_step = self._micro_step()
         gradient = self._adapter.unreduced_gradient(parameter)
         if gradient is None:
-            return
+            self._micro_step()  # the pass counts
+        else:
+            self._take_unreduced(watched, gradient)
+
+    def _take_unreduced(self, watched: WatchedParameter, gradient: Tensor) -> None:
+        micro_step = self._micro_step()
         row = describe(UNREDUCED, watched.name, watched.stage, gradient, micro_step if self._every else None)
         numbers = self._reduction.one(row, gradient)
         if numbers is not None:
-            key = id(parameter), micro_step if self._every else 0
+            key = id(watched.parameter), micro_step if self._every else 0
             self._settled.discard(key)
             if key not in self._pending:
                 self._arrivals.setdefault(key[0], {})[key] = next(self._counter)
@@ -154,7 +179,8 @@ class GradientTap:
         Returns:
             Whether they were: accumulation begins anew.
         """
-        if any(watched.parameter.grad is not None for watched in parameters if watched.hooked):
+        hooked = [watched for watched in parameters if watched.hooked]
+        if not hooked or any(watched.parameter.grad is not None for watched in hooked):
             return False
         self._pending.clear()
         return True

@@ -144,13 +144,17 @@ class UpdateTap:
         for watched in parameters:
             adam, group = groups.get(id(watched.parameter), (None, {}))
             if adam is not None and id(watched.parameter) in self._with_gradient:
-                update = adam_update(adam.state.get(watched.parameter, {}), group)
+                step = {key: value for key, value in adam.state.get(watched.parameter, {}).items() if key == "step"}
+                update = adam_update({**step, **dict(self._adapter.state(adam, watched.parameter))}, group)
                 if update is not None:
                     self._add(recorder, watched, update)
         self._with_gradient.clear()
 
     def _add(self, recorder: StepRecorder, watched: WatchedParameter, update: Tensor) -> None:
-        weight = watched.parameter.detach()
+        weight = self._adapter.weight(watched.parameter)
+        if weight is None:
+            return
+        weight = weight.detach()
         if update.shape != weight.shape:
             weight = torch.view_as_real(weight)
         self._add_one(recorder, UPDATE, watched, update)
