@@ -98,7 +98,7 @@ class FusedKernel:
         return torch.from_numpy(table)
 
     def _small(self, tensor: Tensor, eps: float) -> Tensor | None:
-        """The line of one small tensor, as hooks read them, if the fast loop can tell it."""
+        """The line of one small tensor, as hooks read them, if the loops can tell it."""
         count = tensor.numel()
         if count > BLOCK or tensor.dtype not in self._loops or not (tensor.is_cpu and lies_dense(tensor)):
             return None
@@ -133,7 +133,7 @@ def _threshold(dtype: torch.dtype, eps: float) -> float:
 
 
 class _Room:
-    """Where the loop finds and leaves the numbers of one tensor, used again and again.
+    """Where the loops find and leave the numbers of one tensor, used again and again.
 
     Args:
         loops: Of its dtype.
@@ -145,17 +145,25 @@ class _Room:
         self._address, self._count = array("q", (0,)), array("q", (0,))
         self._totals, self._line = array("d", bytes(TOTALS * 8)), np.empty((1, len(_ALL)))
         self._job = loops.job((self._address, self._count), self._totals, 1, threshold)
-        self._kept = array("q", (1,)), constants(1.0, fast=fast)
-        self._loop, self._at = loops.fast.with_gil, self._job.buffer_info()[0]
-        pieces, given = (numbers.buffer_info()[0] for numbers in self._kept)
-        totals, count = (numbers.buffer_info()[0] for numbers in (self._totals, self._count))
-        self._finish = functools.partial(loops.finish, totals, pieces, count, 1, given, self._line.ctypes.data)
+        self._at = self._job.buffer_info()[0]
+        self._kept: list[array[Any]] = [array("q", (1,))]
+        totals, count, pieces = (numbers.buffer_info()[0] for numbers in (self._totals, self._count, self._kept[0]))
+        self._ways = []
+        for loop, is_fast in ((loops.fast, fast), (loops.precise, False)):
+            given = constants(1.0, fast=is_fast)
+            self._kept.append(given)
+            places = totals, pieces, count, 1, given.buffer_info()[0], self._line.ctypes.data
+            self._ways.append((loop.with_gil, functools.partial(loops.finish, *places)))
 
     def reduce(self, address: int, count: int) -> Tensor | None:
-        """The line of a tensor, if the loop can tell it."""
-        self._address[0], self._count[0], self._job[NEXT] = address, count, 0
-        self._loop(self._at)
-        return None if self._finish() else torch.from_numpy(self._line.copy())
+        """The line of a tensor, if the loops can tell it."""
+        self._address[0], self._count[0] = address, count
+        for loop, finish in self._ways:
+            self._job[NEXT] = 0
+            loop(self._at)
+            if not finish():
+                return torch.from_numpy(self._line.copy())
+        return None
 
 
 def _run(
