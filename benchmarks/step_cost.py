@@ -297,8 +297,8 @@ class Written:
 
         Writer._write = counted  # type: ignore[method-assign]
 
-    def a_step(self) -> dict[str, Any]:
-        size = sum(file.stat().st_size for file in Path("out").glob("*/*.csv"))
+    def a_step(self, files: str = "out/*/*.csv") -> dict[str, Any]:
+        size = sum(file.stat().st_size for file in Path().glob(files))
         steps = max(self.steps, 1)
         return {"rows": self.rows, "bytes": size // steps, "write_ms": self.seconds * 1e3 / steps}
 
