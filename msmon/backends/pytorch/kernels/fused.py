@@ -67,7 +67,7 @@ class FusedKernel:
         self, tensors: Sequence[Tensor], statistics: Sequence[Statistic], eps: float, *, divisor: Tensor | None = None
     ) -> Tensor:
         """See :meth:`msmon.backends.base.Kernel.reduce`."""
-        if len(tensors) == 1 and divisor is None and statistics == _ALL:
+        if len(tensors) == 1 and divisor is None and tuple(statistics) == _ALL:
             small = self._small(tensors[0], eps)
             if small is not None:
                 return small
@@ -171,16 +171,15 @@ def _run(
 ) -> tuple[NDArray[np.float64], Sequence[int]]:
     addresses, counts, pieces = batch.blocks(itemsize, BLOCK)
     totals = array("d", bytes(len(counts) * TOTALS * 8))
-    numbers = array("d", bytes(len(pieces) * len(_ALL) * 8))
+    results = array("d", bytes(len(pieces) * len(_ALL) * 8))
     elements = sum(batch.counts)
     take = 1 + len(counts) * _TAKE // (elements + 1)
-    _on_threads(
-        loops.fast if fast else loops.precise, loops.job((addresses, counts), totals, take, threshold), elements
-    )
+    job = loops.job((addresses, counts), totals, take, threshold)
+    _on_threads(loops.fast if fast else loops.precise, job, elements)
     given = constants(scale, fast=fast)
-    places = [numbers.buffer_info()[0] for numbers in (totals, pieces, batch.counts, given, numbers)]
+    places = [numbers.buffer_info()[0] for numbers in (totals, pieces, batch.counts, given, results)]
     marks = loops.finish(*places[:3], len(pieces), *places[3:])
-    lines = np.frombuffer(numbers).reshape(-1, len(_ALL))
+    lines = np.frombuffer(results).reshape(-1, len(_ALL))
     return lines, np.flatnonzero(np.isnan(lines[:, _MARK])).tolist() if marks else ()
 
 
