@@ -62,6 +62,8 @@ def is_freed(tensor: Tensor) -> bool:
     """Whether a tensor's storage was resized to nothing under it, as FSDP does: torch itself would read at address 0."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_mkldnn:
         return False
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # the elements are in tensors inside it
+        return False
     return tensor.data_ptr() == 0 and tensor.numel() > 0
 
 
