@@ -40,7 +40,7 @@ def capturing() -> bool:
     return (
         npu is not None
         and npu.is_initialized()
-        and hasattr(npu, "is_current_stream_capturing")  # torch_npu 2.1 to 2.4 capture no graphs
+        and hasattr(npu, "is_current_stream_capturing")  # older ones of torch_npu cannot
         and npu.is_current_stream_capturing()
     )
 
