@@ -20,7 +20,7 @@ HOST = {"aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::is_nonz
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Finished]:
     runner = integration_runner(tmp_path_factory.mktemp("hot_path"))
-    done = run(runner, "count_operators", "count_waits", "faults")
+    done = run(runner, "count_operators", "count_waits", "count_reads", "count_calls", "faults")
     return json.loads((runner.folder / "truth.json").read_text()), done
 
 
@@ -51,6 +51,26 @@ def test_one_packed_copy_a_step_and_one_writer_thread(counted: tuple[dict[str, A
     assert waits["copies"] == ["MainThread"] * 10
     assert waits["waits"] == ["msmon-writer"] * 10
     assert sorted(waits["threads"]) == ["msmon-signals", "msmon-writer"]
+
+
+def test_each_tensor_is_read_once_a_row(counted: tuple[dict[str, Any], Finished]) -> None:
+    """Kernels read no more than the rows are about, and a tensor that modules hand on only once."""
+    reads = counted[0]["count_reads"]
+    assert reads["rows"] < reads["read"] < reads["rows"] + reads["forward"]
+    assert reads["repeated"] == []
+
+
+def test_steps_that_are_not_collected_test_a_flag(counted: tuple[dict[str, Any], Finished]) -> None:
+    """In a step that is not collected hooks ask whether it is, and nothing else; when collection is over there are none."""
+    calls = counted[0]["count_calls"]
+    parameters, modules = calls["tensors"]["parameters"], calls["tensors"]["modules"]
+    often = {name for name, count in calls["not collected"].items() if count > 2}  # more than what a pass costs
+    flags = {name for name in often if name.endswith("<lambda>")}
+    hooks = {name.rpartition(".")[2] for name in often - flags}
+    assert hooks == {"after_accumulation", "__call__", "_begins", "_ends"}
+    assert sum(calls["not collected"][name] for name in flags) == parameters + modules
+    assert max(calls["finished"].values()) <= 2
+    assert hooks.isdisjoint(name.rpartition(".")[2] for name in calls["finished"])
 
 
 def test_fault_is_said_once_and_training_goes_on(counted: tuple[dict[str, Any], Finished]) -> None:

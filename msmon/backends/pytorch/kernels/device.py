@@ -9,6 +9,7 @@ kernel.
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from typing import TYPE_CHECKING
 
@@ -90,9 +91,9 @@ def _on_device(eps: float, divisor: Tensor | None, device: torch.device) -> tupl
 
 
 def _launch(dtype: torch.dtype, batch: Batch, threshold: Tensor, scale: Tensor, device: torch.device) -> Tensor:
-    addresses, counts, first_blocks = batch.blocks(dtype.itemsize, BLOCK)
+    addresses, counts, pieces = batch.blocks(dtype.itemsize, BLOCK)
     blocks, tensors = len(counts), len(batch.lines)
-    first_blocks.append(blocks)
+    first_blocks = array("q", itertools.accumulate(pieces, initial=0))
     places = _sent((addresses, counts, batch.counts, first_blocks), device)
     lines = torch.empty((blocks, len(_ALL)), dtype=torch.float64, device=device)
     table = torch.empty((tensors, len(_ALL)), dtype=torch.float64, device=device)
