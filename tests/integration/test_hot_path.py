@@ -91,39 +91,3 @@ def test_nothing_grows(runner: Runner) -> None:
     assert threads_after == threads
     assert objects_after - objects < 500
     assert resident_after - resident < 8
-
-
-NPU = """
-    import json, os, threading
-    import torch
-    import fake_npu
-
-    torch.manual_seed(0)
-    mode = fake_npu.install()
-    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)).to("npu")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
-    inputs = torch.randn(8, 4).to("npu")
-    main = threading.get_ident()
-    seen = []
-    for step in range(3):
-        fake_npu.SYNCHRONISED.clear()
-        optimizer.zero_grad()
-        model(inputs).pow(2).mean().backward()
-        optimizer.step()
-        seen.append([what for thread, what in fake_npu.SYNCHRONISED if thread == main])
-    print(json.dumps(seen))
-"""
-
-
-def test_npu_is_not_waited_for(runner: Runner) -> None:
-    """On a device 'npu', a monitored step brings nothing to the host on the training thread that a bare step does not."""
-    script = runner.write(NPU)
-    bare = runner.bare(script)
-    assert bare.returncode == 0, bare.stderr
-    done = runner.monitored(
-        script, config={"wg_distribution": True, "param_distribution": True, "mv_distribution": True}
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == json.loads(bare.stdout)
-    assert {row.step for row in done.rows("grad_reduced")} == {0, 1, 2}
-    assert all(row["norm"] > 0 for row in done.rows("exp_avg"))

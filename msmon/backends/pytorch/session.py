@@ -345,7 +345,7 @@ class Session:
     def _step_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         self._leave_abandoned_steps(starting=optimizer)
         if capturing():
-            log.say("a CUDA graph is being captured: steps inside it are not recorded", once="capturing")
+            log.say("a graph of the device is being captured: steps inside it are not recorded", once="capturing")
             return None
         watch = self.find(optimizer)
         if watch is None and self._on_training is not None:
