@@ -77,11 +77,10 @@ class Engines(NamedTuple):
 
 def run(runner: Runner, *args: str, config: dict[str, Any] | None = None) -> Engines:
     script = HERE / "engines.py"
-    environment = {"DS_ACCELERATOR": "cpu"}
     if config is None:
-        finished = runner.bare(script, *args, ranks=2, **environment)
+        finished = runner.bare(script, *args, ranks=2)
     else:
-        finished = runner.monitored(script, *args, ranks=2, config=config, **environment)
+        finished = runner.monitored(script, *args, ranks=2, config=config)
     assert finished.returncode == 0, finished.stderr[-3000:]
     return Engines(finished, [torch.load(runner.folder / f"truth.json{rank}") for rank in range(2)])
 
@@ -201,7 +200,7 @@ def test_calls(tmp_path: Path) -> None:
     runner = integration_runner(tmp_path)
     runner.write_config(**EVERYTHING)
     script = HERE / "engines.py"
-    finished = runner.bare(script, "calls", ranks=2, DS_ACCELERATOR="cpu", MONITOR_OUTPUT_DIR=str(runner.output))
+    finished = runner.bare(script, "calls", ranks=2, MONITOR_OUTPUT_DIR=str(runner.output))
     assert finished.returncode == 0, finished.stderr[-3000:]
     for rank in range(2):
         known = torch.load(runner.folder / f"truth.json{rank}")
@@ -219,7 +218,7 @@ def test_another_version_is_said(tmp_path: Path) -> None:
     runner = integration_runner(tmp_path)
     script = runner.write(OTHER_VERSION)
     alone, seen = (
-        call(script, ranks=1, DS_ACCELERATOR="cpu", **options)
+        call(script, ranks=1, **options)
         for call, options in ((runner.bare, {}), (runner.monitored, {"options": ["--gradients"]}))
     )
     assert seen.returncode == alone.returncode == 0, seen.stderr[-3000:]

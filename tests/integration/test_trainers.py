@@ -70,7 +70,7 @@ def run(
     for watched in (False, True):
         call = runner.monitored if watched else runner.bare
         options: Any = {"config": EVERYTHING} if watched else {}
-        finished = call(HERE / script, *scenarios, ranks=ranks, DS_ACCELERATOR="cpu", **options)
+        finished = call(HERE / script, *scenarios, ranks=ranks, **options)
         assert finished.returncode == 0, finished.stderr[-3000:]
         files = [runner.folder / f"truth.json{rank}" for rank in range(told_by or ranks or 1)]
         told.append([json.loads(file.read_text()) for file in files])
@@ -163,8 +163,9 @@ def test_calls_in_a_callback(tmp_path_factory: pytest.TempPathFactory) -> None:
     """``TrainerMon`` from ``on_train_begin``: the optimizer that is handed over, or with DeepSpeed what is inside it."""
     runner = integration_runner(tmp_path_factory.mktemp("calls"))
     runner.write_config(**EVERYTHING)
-    environment = {"DS_ACCELERATOR": "cpu", "MONITOR_OUTPUT_DIR": str(runner.output)}
-    finished = runner.bare(HERE / "hugging_face.py", "calls", "deepspeed_calls", ranks=2, **environment)
+    finished = runner.bare(
+        HERE / "hugging_face.py", "calls", "deepspeed_calls", ranks=2, MONITOR_OUTPUT_DIR=str(runner.output)
+    )
     assert finished.returncode == 0, finished.stderr[-3000:]
     noted = json.loads((runner.folder / "truth.json0").read_text())["calls"]["gradients"]
     for plain, in_parts in [finished.directories(0)]:
