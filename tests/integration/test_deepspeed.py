@@ -19,8 +19,13 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deepspeed")]
 STAGES = [0, 1, 2, 3]
-WHOLE_IN_FLOAT32 = {f"Zero{stage}": stage for stage in STAGES}
-ALL = [*WHOLE_IN_FLOAT32, "Zero0Bf16", "Zero1Bf16", "Zero2Fp16", "Zero3Fp16"]
+WHOLE_IN_FLOAT32 = {
+    **{f"Zero{stage}": stage for stage in STAGES},
+    "Zero2Offload": 2,
+    "Zero3Offload": 3,
+    "Zero3Groups": 3,
+}
+ALL = [*WHOLE_IN_FLOAT32, "Zero1Frozen", "Zero3Frozen", "Zero0Bf16", "Zero1Bf16", "Zero2Fp16", "Zero3Fp16"]
 TAPS = {
     "ops": [*EVERYTHING["ops"], "dtype"],
     "xy_distribution": True,
@@ -92,7 +97,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Engines:
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Engines:
-    return run(integration_runner(tmp_path_factory.mktemp("watched")), config=EVERYTHING)
+    return run(integration_runner(tmp_path_factory.mktemp("watched")), config={**EVERYTHING, "ur_distribution": True})
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +150,24 @@ def test_parts_make_the_whole(watched: Engines, stage: int) -> None:
     assert any(rank[f"{label}.first.weight"]["shape"] not in ([12], [0]) for rank in ranks)
     (model,) = [model for model in watched.finished.run_file()["models"] if model["label"] == label]
     assert (model["adapter"], model["zero_stage"], model["wrappers"]) == ("deepspeed", [stage], ["DeepSpeedEngine"])
+
+
+@pytest.mark.parametrize("label", ["Zero1Frozen", "Zero3Frozen"])
+def test_frozen_weights(watched: Engines, label: str) -> None:
+    """They have rows of weights, of what this rank stores of them, and no others."""
+    before = watched.ranks[0]["true"][1]["param_origin"]["blocks.0.inner.weight", 0]
+    for rank in range(2):
+        place = watched.places(rank, label)[f"{label}.blocks.0.inner.weight"]
+        assert not place["trainable"]
+        start = place.get("flat_offset", 0)
+        part = before.flatten()[start : start + math.prod(place["shape"])]
+        assert part.numel() == (15 if label == "Zero1Frozen" else (8, 7)[rank])
+        for step in range(3):
+            assert_close(watched.rows(rank, "param_origin", label)["blocks.0.inner.weight", step], part, (rank, step))
+        for kind in ("grad_unreduced", "grad_reduced", "exp_avg", "update"):
+            names = {name for name, _ in watched.rows(rank, kind, label)}
+            assert names
+            assert "blocks.0.inner.weight" not in names
 
 
 @pytest.mark.parametrize("label", ALL)

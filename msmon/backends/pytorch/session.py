@@ -351,23 +351,18 @@ class Session:
             return
         self._training_step_begins()
         watch.step_begins(found.optimizer, watch.wrapped_by(found.optimizer), backward_done=True)
-        if watch.collecting and found.loss_scale != 1:
-            self._scales[id(found.optimizer)] = torch.tensor(found.loss_scale)
+        if found.loss_scale != 1:
+            watch.note("grad_scale", torch.tensor(found.loss_scale))
         self._engine_step = _EngineStep(found.optimizer, watch)
 
     def _engine_stepped(self, complete: bool) -> None:  # noqa: FBT001 - see Listener
         step, self._engine_step = self._engine_step, None
-        if step is not None and complete:
-            self.guard.run(self._engine_step_ends, step)
+        if step is not None and complete:  # without a step of its optimizer, gradients were not finite
+            self.guard.run(self._step_ends, step.watch, step.optimizer, skipped=not step.taken)
         elif step is not None:
             self.guard.run(step.watch.abandon)
         if self._stopping and complete:
             self._stop()
-
-    def _engine_step_ends(self, step: _EngineStep) -> None:
-        if not step.taken:  # gradients that are not finite, which the engine has dropped
-            self._take_gradients(step.optimizer, step.watch)
-        self._step_ends(step.watch, step.optimizer, skipped=not step.taken)
 
     def _show_calls_and_stop(self, tap: CommunicationTap) -> None:
         """What ``cc_log_only`` asks for: one training step, then where its communication came from, and no more."""

@@ -107,15 +107,21 @@ class DeepSpeedAdapter(PlainAdapter):
 
     def weight(self, parameter: Tensor) -> Tensor | None:
         """This rank's part of the float32 master; of a parameter that is not trained, what this rank has of it."""
-        if id(parameter) in self._groups:
-            part = self._part(parameter)
-            return None if part is None else part.of(part.master)
-        return _stored(parameter)
+        part = self._part(parameter)
+        return None if part is None else part.of(part.master)
 
     def reduced_gradient(self, parameter: Tensor) -> Tensor | None:
-        """This rank's part, unscaled and clipped; there is one only while the optimizer steps."""
+        """This rank's part, unscaled and clipped, while the optimizer steps; one that is offloaded exists always."""
         part = self._part(parameter)
-        return None if part is None or part.master.grad is None else part.of(part.master.grad)
+        if id(parameter) not in self._groups or part is None or part.master.grad is None:
+            return None
+        return part.of(part.master.grad) if part.offset is None or self._steps_now(parameter, part.master) else None
+
+    def _steps_now(self, parameter: Tensor, master: Tensor) -> bool:
+        """Whether the optimizer has been given this master: the flat ones it gets one after the other."""
+        wrapper = self._groups[id(parameter)].wrapper()
+        groups: list[dict[str, Any]] = [] if wrapper is None else wrapper.optimizer.param_groups
+        return any(master is tensor for group in groups for tensor in group["params"])
 
     def state(self, optimizer: Optimizer, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
         """This rank's part of what the optimizer has for the master."""
@@ -140,15 +146,10 @@ class DeepSpeedAdapter(PlainAdapter):
     def place(self, parameter: Tensor) -> dict[str, Any]:
         """The parameter's own shape, and where in its flat form this rank's part begins."""
         part = self._part(parameter)
-        whole = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        if part is not None and part.offset is None:
-            return {}
-        if part is not None:
-            return {"shape": list(part.shape), "whole_shape": list(whole), "flat_offset": part.offset}
-        stored = self.weight(parameter)
-        if stored is parameter:
-            return {}
-        return {"shape": [0] if stored is None else list(stored.shape), "whole_shape": list(whole)}
+        whole = {"whole_shape": list(getattr(parameter, "ds_shape", parameter.shape))}
+        if part is None:
+            return {"shape": [0], **whole}
+        return {} if part.offset is None else {"shape": list(part.shape), **whole, "flat_offset": part.offset}
 
     def describe(self, root: Module) -> dict[str, Any]:
         """See :meth:`msmon.backends.base.Adapter.describe`; and how ZeRO spreads the model."""
@@ -162,8 +163,10 @@ class DeepSpeedAdapter(PlainAdapter):
 
     def _part(self, parameter: Tensor) -> _Part | None:
         group = self._groups.get(id(parameter))
-        wrapper = None if group is None else group.wrapper()
-        if group is None or wrapper is None:
+        if group is None:
+            return _part_that_is_not_trained(parameter)
+        wrapper = group.wrapper()
+        if wrapper is None:
             return None
         masters = getattr(wrapper, _kept_in(wrapper)[1])
         if hasattr(parameter, "ds_id"):
@@ -185,15 +188,14 @@ def _part_of_stage_3(wrapper: Any, master: Tensor, parameter: Any) -> _Part | No
     return _Part(master, (here,), start, offset) if here > 0 and master.numel() else None  # none: it is on disk
 
 
-def _stored(parameter: Any) -> Tensor | None:  # noqa: ANN401 - a Parameter, with what DeepSpeed adds to it
-    """A parameter that no optimizer trains: stage 3 keeps a part of it on each rank."""
+def _part_that_is_not_trained(parameter: Any) -> _Part | None:  # noqa: ANN401 - a Parameter, with what DeepSpeed adds to it
+    """It has no master: stage 3 keeps a part of it on each rank, others keep it whole."""
     kept = getattr(parameter, "ds_tensor", None)
     if kept is None:
-        return parameter  # type: ignore[no-any-return]
-    group = getattr(parameter, "ds_process_group", None)
-    rank = torch.distributed.get_rank(group)
-    here = min(kept.numel(), parameter.ds_numel - kept.numel() * rank)
-    return kept.flatten().narrow(0, 0, here) if here > 0 else None
+        return _Part(parameter, tuple(parameter.shape))
+    offset = kept.numel() * torch.distributed.get_rank(parameter.ds_process_group)
+    here = min(kept.numel(), parameter.ds_numel - offset)
+    return _Part(kept.flatten(), (here,), 0, offset) if here > 0 else None
 
 
 def trained_by(optimizer: Optimizer) -> list[Tensor] | None:
