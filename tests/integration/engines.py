@@ -25,6 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "Zero1Frozen": {"stage": 1},
     "Zero3Frozen": {"stage": 3},
     "Zero0Bf16": {"stage": 0, "bf16": {"enabled": True}},
+    "Zero0Fused": {"stage": 0, "bf16": {"enabled": True}},
     "Zero1Bf16": {"stage": 1, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
     "Zero2Fp16": {"stage": 2, "fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}},
     "Zero3Fp16": {"stage": 3, "fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}},
@@ -60,7 +61,11 @@ def train(name: str, settings: dict[str, Any]) -> str:
     torch.manual_seed(3)
     model = type(name, (Model,), {})()
     model.blocks[0].inner.requires_grad_(not name.endswith("Frozen"))
+    fused = deepspeed.runtime.engine.FusedAdam
+    deepspeed.runtime.engine.FusedAdam = torch.optim.AdamW if name == "Zero0Fused" else fused  # its own is compiled
     engine = start(model, **settings)
+    deepspeed.runtime.engine.FusedAdam = fused
+    assert name != "Zero0Fused" or type(engine.optimizer).__name__ == "FP16_Optimizer"
     dtype = next(engine.parameters()).dtype
     losses = []
     for step in range(3):

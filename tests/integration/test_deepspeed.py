@@ -25,9 +25,10 @@ WHOLE_IN_FLOAT32 = {
     "Zero3Offload": 3,
     "Zero3Groups": 3,
 }
-ALL = [*WHOLE_IN_FLOAT32, "Zero1Frozen", "Zero3Frozen", "Zero0Bf16", "Zero1Bf16", "Zero2Fp16", "Zero3Fp16"]
+LOW = ["Zero0Bf16", "Zero0Fused", "Zero1Bf16", "Zero2Fp16"]
+ALL = [*WHOLE_IN_FLOAT32, "Zero1Frozen", "Zero3Frozen", *LOW, "Zero3Fp16"]
 TAPS = {
-    "ops": [*EVERYTHING["ops"], "dtype"],
+    "ops": [*EVERYTHING["ops"], "dtype", "shape"],
     "xy_distribution": True,
     "all_xy": True,
     "mg_direction": True,
@@ -186,13 +187,18 @@ def test_nothing_is_switched_off(everything: Engines) -> None:
         assert set(ALL) <= seen, kind
 
 
-@pytest.mark.parametrize("label", ["Zero0Bf16", "Zero1Bf16", "Zero2Fp16"])
+@pytest.mark.parametrize("label", LOW)
 def test_masters_of_low_precision(everything: Engines, label: str) -> None:
     """Before reduction gradients have the dtype of the model; what the optimizer has is float32."""
     low = {"torch.float16" if label.endswith("Fp16") else "torch.bfloat16"}
     for kind, dtypes in ({"grad_unreduced": low} | {key: {"torch.float32"} for key in PARTS}).items():
         rows = [row for row in everything.finished.rows(kind) if row.name.startswith(f"{label}.")]
         assert {row.values["dtype"] for row in rows} == dtypes, kind
+    parts = [everything.rows(rank, "grad_reduced", label) for rank in range(1 if label.startswith("Zero0") else 2)]
+    assert norm(*parts) == pytest.approx(norm(everything.ranks[0]["true"][0]["grad_reduced"]), rel=0.02)
+    if label.startswith("Zero0"):
+        assert everything.places(0, label)[f"{label}.first.weight"]["shape"] == [3, 4]
+        assert {row.values["shape"] for row in rows if row.name == f"{label}.first.weight"} == {"[3, 4]"}
 
 
 @pytest.mark.parametrize("label", ["Zero2Fp16", "Zero3Fp16"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import math
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,6 +36,7 @@ _KEPT_IN = {
     _STAGE_3: ("fp16_groups", "fp32_partitioned_groups_flat", "grad_position", "sub_group_to_group_id"),
     "DeepSpeedZeroOptimizer": ("bit16_groups", "single_partition_of_fp32_groups"),
     "BF16_Optimizer": ("bf16_groups", "fp32_groups_flat_partition"),
+    "FP16_Optimizer": ("fp16_groups", "fp32_groups_flat"),
     "FP16_UnfusedOptimizer": ("fp16_groups", "fp32_groups"),
 }
 """DeepSpeed's optimizers, and where each keeps the model's parameters by group, their float32 masters, and what else is read."""
@@ -46,26 +48,34 @@ class _Part(NamedTuple):
     Attributes:
         master: The optimizer's tensor that it lies in.
         shape: Of the part.
-        start: Where in the flat master it begins.
+        start: Where in the flat master it begins; ``None`` when it is all of it.
         offset: Where in the flat parameter it begins; ``None`` when it is all of it.
     """
 
     master: Tensor
     shape: tuple[int, ...]
-    start: int = 0
+    start: int | None = None
     offset: int | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
         """The part in a tensor that is laid out like the master."""
-        return tensor if self.offset is None else tensor.narrow(0, self.start, *self.shape)
+        return tensor if self.start is None else tensor.narrow(0, self.start, math.prod(self.shape)).view(self.shape)
 
 
 class _Group(NamedTuple):
-    """Where a parameter is: in which group of which of DeepSpeed's optimizers, and at which place in it."""
+    """Where a parameter is.
+
+    Attributes:
+        wrapper: One of DeepSpeed's optimizers.
+        number: Of the group in it.
+        place: In the group.
+        before: Elements of the parameters before it in the group.
+    """
 
     wrapper: weakref.ref[Any]
     number: int
     place: int
+    before: int
 
 
 class StepUnderWay(NamedTuple):
@@ -101,8 +111,10 @@ class DeepSpeedAdapter(PlainAdapter):
             if reason:
                 return reason
             for number, group in enumerate(getattr(wrapper, _kept_in(wrapper)[0])):
+                before = 0
                 for place, parameter in enumerate(group):
-                    self._groups[id(parameter)] = _Group(weakref.ref(wrapper), number, place)
+                    self._groups[id(parameter)] = _Group(weakref.ref(wrapper), number, place, before)
+                    before += parameter.numel()
         return "" if wrappers else NOT_IN_USE
 
     def weight(self, parameter: Tensor) -> Tensor | None:
@@ -115,7 +127,7 @@ class DeepSpeedAdapter(PlainAdapter):
         part = self._part(parameter)
         if id(parameter) not in self._groups or part is None or part.master.grad is None:
             return None
-        return part.of(part.master.grad) if part.offset is None or self._steps_now(parameter, part.master) else None
+        return part.of(part.master.grad) if part.start is None or self._steps_now(parameter, part.master) else None
 
     def _steps_now(self, parameter: Tensor, master: Tensor) -> bool:
         """Whether the optimizer has been given this master: the flat ones it gets one after the other."""
@@ -127,7 +139,7 @@ class DeepSpeedAdapter(PlainAdapter):
         """This rank's part of what the optimizer has for the master."""
         part = self._part(parameter)
         for key, value in super().state(optimizer, part.master) if part is not None else ():
-            if part is not None and (part.offset is None or value.shape == part.master.shape):
+            if part is not None and (part.start is None or value.shape == part.master.shape):
                 yield key, part.of(value)
 
     def steps_taken(self, optimizer: Optimizer, parameter: Tensor) -> Any:  # noqa: ANN401 - as the optimizer keeps it
@@ -172,7 +184,8 @@ class DeepSpeedAdapter(PlainAdapter):
         if hasattr(parameter, "ds_id"):
             return _part_of_stage_3(wrapper, masters[group.number], parameter)
         if not hasattr(parameter, "_hp_mapping"):
-            return _Part(masters[group.number][group.place], tuple(parameter.shape))
+            master, shape = masters[group.number], tuple(parameter.shape)
+            return _Part(master, shape, group.before) if torch.is_tensor(master) else _Part(master[group.place], shape)
         fragment = parameter._hp_mapping  # noqa: SLF001 - DeepSpeed has no public place for it
         if fragment is None:
             return None
@@ -243,7 +256,7 @@ def _step_of(engine: Any) -> StepUnderWay | None:  # noqa: ANN401 - a DeepSpeedE
     wrapper = vars(engine).get("optimizer")
     if wrapper is None or isinstance(wrapper, torch.optim.Optimizer) or _not_understood(wrapper):
         return None  # its steps are the training steps
-    return StepUnderWay(wrapper.optimizer, float(getattr(wrapper, "loss_scale", 1)))
+    return StepUnderWay(wrapper.optimizer, float(getattr(wrapper, "loss_scale", None) or 1))
 
 
 def in_construction() -> bool:
