@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -34,11 +35,13 @@ OVERFLOWS = 1
 """The step whose loss is not finite, where DeepSpeed scales it."""
 
 
-def start(model: torch.nn.Module, *, stage: int, zero: dict[str, Any] | None = None, **settings: Any) -> Any:
+def start(
+    model: torch.nn.Module, *, stage: int, zero: dict[str, Any] | None = None, micro_batches: int = 2, **settings: Any
+) -> Any:
     """An engine around the model and an optimizer with two param groups."""
     config = {
         "train_micro_batch_size_per_gpu": 8,
-        "gradient_accumulation_steps": 2,
+        "gradient_accumulation_steps": micro_batches,
         "gradient_clipping": CLIP,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **(zero or {})},
         "zero_force_ds_cpu_optimizer": False,
@@ -76,6 +79,25 @@ def train(name: str, settings: dict[str, Any]) -> str:
             engine.step()
     weights = [deepspeed.utils.safe_get_full_fp32_param(p) for p in engine.module.parameters()]
     return fingerprint(*losses, *[weight for weight in weights if weight is not None])
+
+
+def interrupted() -> str:
+    """Ctrl-C inside the second step, which the script survives."""
+    engine = start(type("Interrupted", (Model,), {})(), stage=0, bf16={"enabled": True}, micro_batches=1)
+    steps = []
+
+    def interrupt(*unused: Any) -> None:
+        steps.append(len(steps))
+        if steps[-1] == 1:
+            raise KeyboardInterrupt
+
+    engine.optimizer.optimizer.register_step_pre_hook(interrupt)
+    for step in range(4):
+        with contextlib.suppress(KeyboardInterrupt):
+            engine.backward(loss_of(engine(data(step, 0, RANK).bfloat16())))
+            engine.step()
+        engine.optimizer.zero_grad()
+    return fingerprint(*engine.module.parameters())
 
 
 def truth(stage: int) -> dict[str, dict[tuple[str, int], torch.Tensor]]:
@@ -143,7 +165,7 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["calls"]:
         told = {"calls": through_calls()}
     else:
-        told = {name: train(name, settings) for name, settings in SETTINGS.items()}
+        told = {name: train(name, settings) for name, settings in SETTINGS.items()} | {"Interrupted": interrupted()}
     torch.save({"told": told, "true": true}, os.environ["TRUTH"] + str(RANK))
     dist.barrier()
     dist.destroy_process_group()

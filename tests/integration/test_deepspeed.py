@@ -26,7 +26,7 @@ WHOLE_IN_FLOAT32 = {
     "Zero3Groups": 3,
 }
 LOW = ["Zero0Bf16", "Zero0Fused", "Zero1Bf16", "Zero2Fp16"]
-ALL = [*WHOLE_IN_FLOAT32, "Zero1Frozen", "Zero3Frozen", *LOW, "Zero3Fp16"]
+ALL = [*WHOLE_IN_FLOAT32, "Zero1Frozen", "Zero3Frozen", *LOW, "Zero3Fp16", "Interrupted"]
 TAPS = {
     "ops": [*EVERYTHING["ops"], "dtype", "shape"],
     "xy_distribution": True,
@@ -131,10 +131,10 @@ def test_rows_of_each_rank(watched: Engines, label: str, stage: int) -> None:
             assert rows.keys() == expected.keys(), kind
             for key, tensor in expected.items():
                 assert_close(rows[key], tensor, (rank, kind, *key))
-    for line in watched.finished.steps():
-        assert line["complete"] == "1"
-        if line["model"] == label:
-            assert line["micro_steps"] == "2"
+    lines = [line for line in watched.finished.steps() if line["model"] == label]
+    assert [(line["step"], line["micro_steps"], line["complete"]) for line in lines] == [
+        (str(step), "2", "1") for step in range(3)
+    ]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -151,6 +151,19 @@ def test_parts_make_the_whole(watched: Engines, stage: int) -> None:
     assert any(rank[f"{label}.first.weight"]["shape"] not in ([12], [0]) for rank in ranks)
     (model,) = [model for model in watched.finished.run_file()["models"] if model["label"] == label]
     assert (model["adapter"], model["zero_stage"], model["wrappers"]) == ("deepspeed", [stage], ["DeepSpeedEngine"])
+
+
+@pytest.mark.parametrize("label", ["Zero2", "Zero3"])
+def test_each_micro_batch(everything: Engines, label: str) -> None:
+    """Where only the reduced sum is kept, a micro-batch has its own gradient, not the sum so far."""
+    for rank, known in enumerate(everything.ranks):
+        true = known["true"][2]["grad_unreduced"]
+        rows = [row for row in everything.finished.rows("grad_unreduced", rank) if row.name.startswith(f"{label}.")]
+        assert {row.micro_step for row in rows} == {0, 1}
+        last = {(row.name.removeprefix(f"{label}."), row.step): row.values for row in rows if row.micro_step == 1}
+        assert last.keys() == true.keys()
+        for key, tensor in true.items():
+            assert_close(last[key], tensor, (rank, *key))
 
 
 @pytest.mark.parametrize("label", ["Zero1Frozen", "Zero3Frozen"])
@@ -216,6 +229,19 @@ def test_scaled_loss(watched: Engines, label: str) -> None:
     scaled, known = watched.rows(0, "grad_unreduced", label), watched.ranks[0]["true"][2]["grad_unreduced"]
     assert norm(scaled) == pytest.approx(256 * norm(known), rel=0.02)
     assert norm(reduced, watched.rows(1, "grad_reduced", label)) == pytest.approx(norm(true), rel=0.02)
+
+
+def test_interrupted_step(watched: Engines) -> None:
+    """A step that an exception leaves stays as far as it came, and the next ones are as usual."""
+    lines = [line for line in watched.finished.steps() if line["model"] == "Interrupted"]
+    assert [(line["step"], line["complete"], line["micro_steps"]) for line in lines] == [
+        ("0", "1", "1"),
+        ("1", "0", "1"),
+        ("2", "1", "1"),
+        ("3", "1", "1"),
+    ]
+    assert {step for _, step in watched.rows(0, "grad_reduced", "Interrupted")} == {0, 1, 2, 3}
+    assert {step for _, step in watched.rows(0, "param_updated", "Interrupted")} == {0, 2, 3}
 
 
 def norm(*rows: dict[tuple[str, int], Any]) -> float:

@@ -274,6 +274,7 @@ class Session:
 
     def _backward_begins(self) -> None:
         self._leave_abandoned_steps()
+        self._leave_abandoned_engine_step()
         if self._on_training is not None:
             self._on_training(None)
         if self.watches and self.place is None:
@@ -346,23 +347,32 @@ class Session:
     def _engine_step_begins(self, find: Callable[[], deepspeed.StepUnderWay | None]) -> None:
         found = find()
         self._leave_abandoned_steps()
+        self._leave_abandoned_engine_step()
         watch = None if found is None else self._find_new(found.optimizer)
         if found is None or watch is None:
             return
         self._training_step_begins()
+        self._engine_step = _EngineStep(found.optimizer, watch)
         watch.step_begins(found.optimizer, watch.wrapped_by(found.optimizer), backward_done=True)
         if found.loss_scale != 1:
             watch.note("grad_scale", torch.tensor(found.loss_scale))
-        self._engine_step = _EngineStep(found.optimizer, watch)
 
     def _engine_stepped(self, complete: bool) -> None:  # noqa: FBT001 - see Listener
-        step, self._engine_step = self._engine_step, None
-        if step is not None and complete:  # without a step of its optimizer, gradients were not finite
-            self.guard.run(self._step_ends, step.watch, step.optimizer, skipped=not step.taken)
-        elif step is not None:
-            self.guard.run(step.watch.abandon)
+        if complete:
+            self.guard.run(self._engine_step_ends)
+        self.guard.run(self._leave_abandoned_engine_step)
         if self._stopping and complete:
             self._stop()
+
+    def _engine_step_ends(self) -> None:
+        step, self._engine_step = self._engine_step, None
+        if step is not None:  # without a step of its optimizer, gradients were not finite
+            self._step_ends(step.watch, step.optimizer, skipped=not step.taken)
+
+    def _leave_abandoned_engine_step(self) -> None:
+        step, self._engine_step = self._engine_step, None
+        if step is not None:
+            step.watch.abandon()
 
     def _show_calls_and_stop(self, tap: CommunicationTap) -> None:
         """What ``cc_log_only`` asks for: one training step, then where its communication came from, and no more."""
