@@ -31,9 +31,13 @@ if TYPE_CHECKING:
 
 _ENGINES = "deepspeed.runtime.engine"
 _STEP = "_take_model_step"
-_STAGE_3 = "DeepSpeedZeroOptimizer_Stage3"
 _KEPT_IN = {
-    _STAGE_3: ("fp16_groups", "fp32_partitioned_groups_flat", "grad_position", "sub_group_to_group_id"),
+    "DeepSpeedZeroOptimizer_Stage3": (
+        "fp16_groups",
+        "fp32_partitioned_groups_flat",
+        "grad_position",
+        "sub_group_to_group_id",
+    ),
     "DeepSpeedZeroOptimizer": ("bit16_groups", "single_partition_of_fp32_groups"),
     "BF16_Optimizer": ("bf16_groups", "fp32_groups_flat_partition"),
     "FP16_Optimizer": ("fp16_groups", "fp32_groups_flat"),
@@ -165,8 +169,8 @@ class DeepSpeedAdapter(PlainAdapter):
 
     def describe(self, root: Module) -> dict[str, Any]:
         """See :meth:`msmon.backends.base.Adapter.describe`; and how ZeRO spreads the model."""
-        wrappers = {id(wrapper): wrapper for group in self._groups.values() if (wrapper := group.wrapper()) is not None}
-        engines = [engine for engine in _engines() if id(vars(engine).get("optimizer")) in wrappers]
+        wrappers = {id(group.wrapper()) for group in self._groups.values()}
+        engines = [engine for engine in _engines() if id(_wrapper_in(engine)) in wrappers]
         return {
             **super().describe(root),
             "deepspeed": sys.modules["deepspeed"].__version__,
@@ -253,9 +257,9 @@ def follow_engines(
 
 
 def _step_of(engine: Any) -> StepUnderWay | None:  # noqa: ANN401 - a DeepSpeedEngine
-    wrapper = vars(engine).get("optimizer")
-    if wrapper is None or isinstance(wrapper, torch.optim.Optimizer) or _not_understood(wrapper):
-        return None  # its steps are the training steps
+    wrapper = _wrapper_in(engine)
+    if wrapper is None or _not_understood(wrapper):
+        return None
     return StepUnderWay(wrapper.optimizer, float(getattr(wrapper, "loss_scale", None) or 1))
 
 
@@ -303,9 +307,15 @@ def _look_for_engines(models: Sequence[Module]) -> None:
             discovery.note_module(candidate)
 
 
-def _wrapper_of(optimizer: Optimizer) -> Any:  # noqa: ANN401 - one of DeepSpeed's optimizers
-    wrappers = (vars(engine).get("optimizer") for engine in _engines())
-    return next((wrapper for wrapper in wrappers if vars(wrapper or object).get("optimizer") is optimizer), None)
+def _wrapper_in(engine: Any) -> Any:  # noqa: ANN401 - a DeepSpeedEngine, and one of DeepSpeed's optimizers
+    """What the engine steps with; ``None`` when that is torch's own, whose steps are the training steps, or not there yet."""
+    wrapper = vars(engine).get("optimizer")
+    return None if isinstance(wrapper, torch.optim.Optimizer) else wrapper
+
+
+def _wrapper_of(optimizer: Optimizer) -> Any:  # noqa: ANN401 - as above
+    wrappers = (_wrapper_in(engine) for engine in _engines())
+    return next((w for w in wrappers if w is not None and getattr(w, "optimizer", None) is optimizer), None)
 
 
 def _kept_in(wrapper: Any) -> tuple[str, ...]:  # noqa: ANN401 - as above
