@@ -58,6 +58,7 @@ TRAININGS = [
         learned="distance",
         models=("Generator", "Discriminator"),
     ),
+    Example("trainer", "--steps 30 --width 32 --depth 1 --length 32", GRADIENTS | MOMENTS | ACTIVATIONS, falls_to=0.8),
     Example("vae", "--steps 80 --width 64", GRADIENTS | MOMENTS | ACTIVATIONS, falls_to=0.7),
 ]
 
