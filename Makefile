@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 COMPAT_VENV := .compat-venv
 JOBS ?= 2
+# DeepSpeed compiles nothing when it is installed, and does not look for a device.
+FRAMEWORKS_ENV := DS_BUILD_OPS=0 DS_ACCELERATOR=cpu
 DEMO_OUTPUT := demo_output
 
 .DEFAULT_GOAL := help
@@ -15,9 +17,10 @@ help: ## Show this list
 
 setup: $(READY) ## Make the environment: .venv, pinned requirements, msmon itself
 
-$(READY): requirements/dev.txt pyproject.toml
+$(READY): requirements/dev.txt requirements/frameworks.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --requirement requirements/dev.txt
+	$(FRAMEWORKS_ENV) $(BIN)/python -m pip install --quiet --requirement requirements/frameworks.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $(READY)
 
@@ -62,11 +65,13 @@ bench: $(READY) ## Benchmarks: what watching costs
 	$(BIN)/python benchmarks/step_cost.py
 	$(BIN)/python benchmarks/alerts.py
 
-pin: ## Write requirements/dev.txt anew from requirements/dev.in
+pin: ## Write requirements/dev.txt and frameworks.txt anew from dev.in and frameworks.in
 	rm -rf $(VENV)-pin
 	$(PYTHON) -m venv $(VENV)-pin
 	$(VENV)-pin/bin/python -m pip install --quiet --requirement requirements/dev.in
 	$(VENV)-pin/bin/python -m pip freeze | sed 's/^torch==\([0-9.]*\).*/torch==\1/' > requirements/dev.txt
+	$(FRAMEWORKS_ENV) $(VENV)-pin/bin/python -m pip install --quiet --constraint requirements/dev.txt --requirement requirements/frameworks.in
+	$(VENV)-pin/bin/python -m pip freeze | sed 's/^torch==\([0-9.]*\).*/torch==\1/' | grep -vxFf requirements/dev.txt > requirements/frameworks.txt
 	rm -rf $(VENV)-pin
 
 clean: ## Remove environments, caches and recorded output

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from msmon.runtime.ledger import Ledger
     from msmon.stats.definitions import Statistic
@@ -76,6 +76,8 @@ class Adapter(Protocol[ModuleT_contra, OptimizerT_contra, TensorT]):
     """
 
     name: str
+    keeps_gradients: bool
+    """Whether a gradient stays on its parameter until an optimizer has used it: one that is gone was thrown away."""
 
     def applies(self, models: Sequence[ModuleT_contra], optimizers: Sequence[OptimizerT_contra]) -> str:
         """Empty when this adapter understands the models and what trains them, else the reason why not."""
@@ -105,6 +107,12 @@ class Adapter(Protocol[ModuleT_contra, OptimizerT_contra, TensorT]):
 
     def state(self, optimizer: OptimizerT_contra, parameter: TensorT) -> Iterator[tuple[str, TensorT]]:
         """Optimizer state tensors of a parameter, by key."""
+
+    def steps_taken(self, optimizer: OptimizerT_contra, parameter: TensorT) -> Any:  # noqa: ANN401 - as the optimizer keeps it
+        """How often an optimizer has updated a parameter, a number or a tensor; ``None`` when it does not keep that there."""
+
+    def param_groups(self, optimizer: OptimizerT_contra) -> Mapping[int, dict[str, Any]]:
+        """The options that hold for each parameter of an optimizer, by the parameter's identity."""
 
     def place(self, parameter: TensorT) -> dict[str, Any]:
         """For ``run.json``: the shape of the whole and the place of this rank's part; empty for a whole parameter."""

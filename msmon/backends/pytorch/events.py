@@ -16,7 +16,7 @@ import torch.utils.checkpoint
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from msmon.backends.pytorch import dynamo
-from msmon.backends.pytorch.adapters import pipelining
+from msmon.backends.pytorch.adapters import deepspeed, pipelining
 from msmon.backends.pytorch.module_hook import without_hooks
 from msmon.bootstrap import discovery
 from msmon.runtime.ledger import Ledger
@@ -51,6 +51,12 @@ class Listener(Protocol):
     def scaler_steps(self, optimizer: Optimizer, scale: torch.Tensor | None) -> Callable[[], None]:
         """``GradScaler.step(optimizer)`` begins with this loss scale; what is returned is called when it has returned."""
 
+    def engine_steps(self, find: Callable[[], deepspeed.StepUnderWay | None]) -> Callable[[bool], None]:
+        """An engine begins a training step, and ``find`` tells of what; what is returned is called after it.
+
+        It is told whether the step came to its end.
+        """
+
 
 class ModuleListener(Protocol):
     """Hears what happens to modules. Its methods must not raise."""
@@ -67,7 +73,7 @@ on_modules: weakref.WeakSet[ModuleListener] = weakref.WeakSet()
 
 _listeners: list[Listener] = []
 _ledger = Ledger()
-_follows_stages = False
+_followed: set[str] = set()
 _serials = itertools.count()
 _passes: dict[int, int] = {}
 """Backward passes under way: the thread that called each, and its number."""
@@ -88,21 +94,21 @@ def subscribe(listener: Listener) -> None:
     _listeners.append(listener)
 
 
-def follow_stages() -> None:
-    """Learn from pipeline stages which micro-batch they work on, once the process has imported them."""
-    global _follows_stages  # noqa: PLW0603 - one set of patches serves all
-    if _listeners and not _follows_stages:
-        _follows_stages = pipelining.follow_stages(_ledger)
+def follow_frameworks() -> None:
+    """Learn from pipeline stages which micro-batch they work on, and from engines when they step, once there are any."""
+    if _listeners and "stages" not in _followed and pipelining.follow_stages(_ledger):
+        _followed.add("stages")
+    if _listeners and "engines" not in _followed and deepspeed.follow_engines(_ledger, _engine_steps):
+        _followed.add("engines")
 
 
 def unsubscribe(listener: Listener) -> None:
     """Tell this listener nothing more."""
-    global _follows_stages  # noqa: PLW0603 - as above
     if listener in _listeners:
         _listeners.remove(listener)
         if not _listeners:
             _ledger.undo()
-            _follows_stages = False
+            _followed.clear()
 
 
 def in_backward() -> bool:
@@ -250,6 +256,16 @@ def _wrap_scaler_step(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return step
+
+
+def _engine_steps(find: Callable[[], deepspeed.StepUnderWay | None]) -> Callable[[bool], None]:
+    ended = [listener.engine_steps(find) for listener in tuple(_listeners)]
+
+    def after(complete: bool) -> None:  # noqa: FBT001 - the only thing it is told
+        for call in ended:
+            call(complete)
+
+    return after
 
 
 def _step_begins(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:

@@ -86,7 +86,7 @@ class InjectedMonitor:
         waiting = _Waiting(weakref.ref(optimizer), [weakref.ref(root) for root in roots])
         with self._lock:
             self._waiting.append(waiting)
-            events.follow_stages()
+            events.follow_frameworks()
             if wants_modules(self.session.config) and not env.dynamic_requested():
                 self._hook_modules(roots)
 

@@ -27,6 +27,7 @@ _WRAPPERS = {
     "OffloadWrapper": "_checkpoint_wrapped_module",
     "_FabricModule": "_original_module",
     "AveragedModel": "module",
+    "DeepSpeedEngine": "module",
 }
 
 

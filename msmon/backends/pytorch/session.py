@@ -27,7 +27,7 @@ from msmon import env, log
 from msmon.alerts.setup import make_alerts
 from msmon.alerts.stage import JudgedSink
 from msmon.backends.pytorch import events
-from msmon.backends.pytorch.adapters import choose_adapter
+from msmon.backends.pytorch.adapters import choose_adapter, deepspeed
 from msmon.backends.pytorch.devices import capturing
 from msmon.backends.pytorch.dynamic import DynamicRun
 from msmon.backends.pytorch.kernels.choose import choose_kernel
@@ -141,6 +141,21 @@ def _make_sink(
     return sink if alerts is None else JudgedSink(sink, config.statistics, alerts)
 
 
+@dataclass
+class _EngineStep:
+    """A training step that an engine makes of any number of steps of an optimizer.
+
+    Attributes:
+        optimizer: The optimizer.
+        watch: The model that it trains.
+        taken: Whether it has stepped.
+    """
+
+    optimizer: Optimizer
+    watch: Watch
+    taken: bool = False
+
+
 class Session:
     """Watches models and writes what it sees.
 
@@ -193,6 +208,7 @@ class Session:
         self._termination: Termination | None = None
         self._under_way: dict[int, list[tuple[Optimizer, Watch | None]]] = {}
         self._scales: dict[int, Tensor | None] = {}
+        self._engine_step: _EngineStep | None = None
         self._unwritable = False
         self._stopping = False
         self._lock = threading.RLock()  # of the output, which threads share; a signal handler may come back in
@@ -260,7 +276,7 @@ class Session:
             grad_acc_steps: Micro-batches a step; ``None`` counts backward passes.
             main_grad: Read ``main_grad`` where a parameter has one.
         """
-        events.follow_stages()
+        events.follow_frameworks()
         watch = Watch(
             self.config,
             self._kernel,
@@ -344,23 +360,17 @@ class Session:
 
     def _step_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         self._leave_abandoned_steps(starting=optimizer)
-        if capturing():
-            log.say("a CUDA graph is being captured: steps inside it are not recorded", once="capturing")
-            return None
-        watch = self.find(optimizer)
-        if watch is None and self._on_training is not None:
-            self._on_training(optimizer)
-            watch = self.find(optimizer)
+        watch = self._find_new(optimizer)
         if watch is None:
+            return None
+        if self._engine_step is not None and self._engine_step.watch is watch:
+            self._engine_step.taken = True
+            self._take_gradients(optimizer, watch)
             return None
         if any(outer is watch for _, outer in self._stepping):
             self._stepping.append((optimizer, None))  # inside another step of the same model: the outer one counts
             return None
-        if self.place is None:
-            self._arrive()
-        tap = self.communication
-        if tap is not None and tap.log_only and self.steps_seen >= self._log_calls_until:
-            self._show_calls_and_stop(tap)
+        self._training_step_begins()
         inner = watch.wrapped_by(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         self._stepping.append((optimizer, watch))
@@ -373,6 +383,55 @@ class Session:
         if "closure" in kwargs:
             return args, {**kwargs, "closure": observed}
         return (args[0], observed, *args[2:]), kwargs
+
+    def _find_new(self, optimizer: Optimizer) -> Watch | None:
+        """The watched model that an optimizer trains, which may become one only now."""
+        if capturing():
+            log.say("a CUDA graph is being captured: steps inside it are not recorded", once="capturing")
+            return None
+        watch = self.find(optimizer)
+        if watch is None and self._on_training is not None and not deepspeed.in_construction():
+            self._on_training(optimizer)
+            watch = self.find(optimizer)
+        return watch
+
+    def _training_step_begins(self) -> None:
+        if self.place is None:
+            self._arrive()
+        tap = self.communication
+        if tap is not None and tap.log_only and self.steps_seen >= self._log_calls_until:
+            self._show_calls_and_stop(tap)
+
+    def engine_steps(self, find: Callable[[], deepspeed.StepUnderWay | None]) -> Callable[[bool], None]:
+        """See :class:`msmon.backends.pytorch.events.Listener`."""
+        self.guard.run(self._engine_step_begins, find)
+        return self._engine_stepped
+
+    def _engine_step_begins(self, find: Callable[[], deepspeed.StepUnderWay | None]) -> None:
+        found = find()
+        self._leave_abandoned_steps()
+        watch = None if found is None else self._find_new(found.optimizer)
+        if found is None or watch is None:
+            return
+        self._training_step_begins()
+        watch.step_begins(found.optimizer, watch.wrapped_by(found.optimizer), backward_done=True)
+        if watch.collecting and found.loss_scale != 1:
+            self._scales[id(found.optimizer)] = torch.tensor(found.loss_scale)
+        self._engine_step = _EngineStep(found.optimizer, watch)
+
+    def _engine_stepped(self, complete: bool) -> None:  # noqa: FBT001 - see Listener
+        step, self._engine_step = self._engine_step, None
+        if step is not None and complete:
+            self.guard.run(self._engine_step_ends, step)
+        elif step is not None:
+            self.guard.run(step.watch.abandon)
+        if self._stopping and complete:
+            self._stop()
+
+    def _engine_step_ends(self, step: _EngineStep) -> None:
+        if not step.taken:  # gradients that are not finite, which the engine has dropped
+            self._take_gradients(step.optimizer, step.watch)
+        self._step_ends(step.watch, step.optimizer, skipped=not step.taken)
 
     def _show_calls_and_stop(self, tap: CommunicationTap) -> None:
         """What ``cc_log_only`` asks for: one training step, then where its communication came from, and no more."""
@@ -454,6 +513,8 @@ class Session:
     def scaler_steps(self, optimizer: Optimizer, scale: Tensor | None) -> Callable[[], None]:
         """See :class:`msmon.backends.pytorch.events.Listener`."""
         watch = self.find(optimizer)
+        if self._engine_step is not None and self._engine_step.watch is watch:
+            return lambda: None  # the engine's step is what counts
         collecting = watch is not None and watch.collecting
         self._scales[id(optimizer)] = scale.clone() if scale is not None and collecting else None
         return functools.partial(self.guard.run, self._scaler_stepped, optimizer)

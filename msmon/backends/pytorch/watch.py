@@ -380,6 +380,8 @@ class Watch:
             if not skipped:
                 optimizers = [optimizer, *self.wrapped_by(optimizer)]
                 self._tap(self.updates, lambda tap: tap.read(self._recorder, optimizers, entry.parameters))
+            else:
+                self._tap(self.updates, UpdateTap.forget_gradients)
             self._recorder.skipped |= skipped
         self._inside_step = False
         self._settle()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from msmon import log
+from msmon.backends.pytorch.adapters.deepspeed import DeepSpeedAdapter
 from msmon.backends.pytorch.adapters.fsdp1 import Fsdp1Adapter
 from msmon.backends.pytorch.adapters.fsdp2 import Fsdp2Adapter
 from msmon.backends.pytorch.adapters.plain import NOT_IN_USE, PlainAdapter
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-ADAPTERS: tuple[type[PlainAdapter], ...] = (Fsdp1Adapter, Fsdp2Adapter, PlainAdapter)
+ADAPTERS: tuple[type[PlainAdapter], ...] = (DeepSpeedAdapter, Fsdp1Adapter, Fsdp2Adapter, PlainAdapter)
 """Most specific first; the last applies to everything."""
 
 

@@ -15,7 +15,7 @@ from msmon.backends.pytorch.adapters.registered import registered_parameters
 from msmon.backends.pytorch.naming import walk_parameters, wrappers_around
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
     from torch.nn import Module, Parameter
@@ -39,6 +39,7 @@ class PlainAdapter:
     """
 
     name = "plain"
+    keeps_gradients = True
 
     def __init__(self, *, main_grad: bool = True) -> None:
         self._main_grad = main_grad
@@ -82,6 +83,14 @@ class PlainAdapter:
                     part = part_here(value)
                     if part is not None:
                         yield str(key), part
+
+    def steps_taken(self, optimizer: Optimizer, parameter: Tensor) -> Any:  # noqa: ANN401 - as the optimizer keeps it
+        """``optimizer.state[parameter]["step"]``."""
+        return optimizer.state.get(parameter, {}).get(_COUNTER)
+
+    def param_groups(self, optimizer: Optimizer) -> Mapping[int, dict[str, Any]]:
+        """Those that the parameters are in."""
+        return {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
 
     def place(self, parameter: Tensor) -> dict[str, Any]:
         """Of a ``DTensor``: where in the whole this rank's part lies."""

@@ -179,7 +179,7 @@ class GradientTap:
         Returns:
             Whether they were: accumulation begins anew.
         """
-        hooked = [watched for watched in parameters if watched.hooked]
+        hooked = [watched for watched in parameters if watched.hooked and self._adapter.keeps_gradients]
         if not hooked or any(watched.parameter.grad is not None for watched in hooked):
             return False
         self._pending.clear()

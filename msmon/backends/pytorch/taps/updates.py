@@ -112,11 +112,15 @@ class UpdateTap:
 
     def note_gradients(self, parameters: Sequence[WatchedParameter]) -> None:
         """Remember which parameters the step is going to update: the state of the others tells of an earlier one."""
-        self._with_gradient = {
+        self._with_gradient.update(
             id(watched.parameter)
             for watched in parameters
             if self._adapter.reduced_gradient(watched.parameter) is not None
-        }
+        )
+
+    def forget_gradients(self) -> None:
+        """The step is not taken."""
+        self._with_gradient.clear()
 
     def read(
         self, recorder: StepRecorder, optimizers: Sequence[Optimizer], parameters: Sequence[WatchedParameter]
@@ -135,17 +139,13 @@ class UpdateTap:
             name = type(optimizers[0]).__name__
             log.say(f"{name} is no Adam: ur_distribution records nothing for it", once=f"update:{name}")
             return
-        groups = {
-            id(parameter): (adam, group)
-            for adam in adams
-            for group in adam.param_groups
-            for parameter in group["params"]
-        }
+        groups = {key: (adam, group) for adam in adams for key, group in self._adapter.param_groups(adam).items()}
         for watched in parameters:
             adam, group = groups.get(id(watched.parameter), (None, {}))
             if adam is not None and id(watched.parameter) in self._with_gradient:
-                step = {key: value for key, value in adam.state.get(watched.parameter, {}).items() if key == "step"}
-                update = adam_update({**step, **dict(self._adapter.state(adam, watched.parameter))}, group)
+                state = dict(self._adapter.state(adam, watched.parameter))
+                steps = self._adapter.steps_taken(adam, watched.parameter)
+                update = adam_update(state if steps is None else {**state, "step": steps}, group)
                 if update is not None:
                     self._add(recorder, watched, update)
         self._with_gradient.clear()
