@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 
     from msmon.alerts.options import AlertOptions
     from msmon.alerts.stage import Alerts
+    from msmon.backends.pytorch.adapters.steps import StepUnderWay
     from msmon.backends.pytorch.events import Arguments
     from msmon.backends.pytorch.module_calls import ModuleCalls
     from msmon.config.schema import MonitorConfig
@@ -402,12 +403,12 @@ class Session:
         if tap is not None and tap.log_only and self.steps_seen >= self._log_calls_until:
             self._show_calls_and_stop(tap)
 
-    def engine_steps(self, find: Callable[[], deepspeed.StepUnderWay | None]) -> Callable[[bool], None]:
+    def engine_steps(self, find: Callable[[], StepUnderWay | None]) -> Callable[[bool], None]:
         """See :class:`msmon.backends.pytorch.events.Listener`."""
         self.guard.run(self._engine_step_begins, find)
         return self._engine_stepped
 
-    def _engine_step_begins(self, find: Callable[[], deepspeed.StepUnderWay | None]) -> None:
+    def _engine_step_begins(self, find: Callable[[], StepUnderWay | None]) -> None:
         found = find()
         self._leave_abandoned_steps()
         watch = None if found is None else self._find_new(found.optimizer)
@@ -415,8 +416,11 @@ class Session:
             return
         self._training_step_begins()
         watch.step_begins(found.optimizer, watch.wrapped_by(found.optimizer), backward_done=True)
-        if watch.collecting and found.loss_scale != 1:
-            self._scales[id(found.optimizer)] = torch.tensor(found.loss_scale)
+        scale = found.loss_scale
+        if watch.collecting and isinstance(scale, torch.Tensor):
+            self._scales[id(found.optimizer)] = scale.clone()
+        elif watch.collecting and scale != 1:
+            self._scales[id(found.optimizer)] = torch.tensor(scale)
         self._engine_step = _EngineStep(found.optimizer, watch)
 
     def _engine_stepped(self, complete: bool) -> None:  # noqa: FBT001 - see Listener
@@ -425,8 +429,8 @@ class Session:
             self.guard.run(self._engine_step_ends, step)
         elif step is not None:
             self.guard.run(step.watch.abandon)
-        if self._stopping and complete:
-            self._stop()
+        if complete:
+            self._stop_if_asked()
 
     def _engine_step_ends(self, step: _EngineStep) -> None:
         if not step.taken:  # gradients that are not finite, which the engine has dropped
@@ -451,6 +455,10 @@ class Session:
                 self._scales.pop(id(optimizer), None)
                 self.guard.run(self._step_ends, watch, optimizer)
             self._stepping.pop()
+        if self._engine_step is None:
+            self._stop_if_asked()
+
+    def _stop_if_asked(self) -> None:
         if self._stopping or (self._common_stop is not None and self._common_stop.due(self.steps_seen)):
             self._stop()
 

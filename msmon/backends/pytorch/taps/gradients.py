@@ -114,7 +114,8 @@ class GradientTap:
         return after_accumulation
 
     def _read_unreduced(self, watched: WatchedParameter, parameter: Tensor) -> None:
-        gradient = self._adapter.unreduced_gradient(parameter)
+        wanted = self._every or not self._adapter.told_at_the_end(parameter)
+        gradient = self._adapter.unreduced_gradient(parameter) if wanted else None
         if gradient is None:
             self._micro_step()  # the pass counts
         else:
