@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import sys
 import types
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+import packaging.version
 import torch
 
 if TYPE_CHECKING:
@@ -17,15 +19,21 @@ _CPU = torch.device("cpu")
 
 def install() -> None:
     """Before anything of Megatron is built."""
+    if (
+        find_spec("pkg_resources") is None
+    ):  # newer setuptools do not have it, and releases up to 0.8.0 ask it for a package
+        sys.modules["pkg_resources"] = types.ModuleType("pkg_resources")
+        vars(sys.modules["pkg_resources"])["packaging"] = packaging
     for name in ("tensor", "zeros", "ones", "empty", "full", "arange"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
     torch.cuda.get_rng_state = lambda *unused: torch.get_rng_state()
-    torch.cuda.manual_seed = torch.cuda.synchronize = torch.cuda.empty_cache = lambda *unused: None  # type: ignore[assignment,misc]
+    for name in ("manual_seed", "synchronize", "empty_cache"):  # one each: torch._dynamo keeps rules by function
+        setattr(torch.cuda, name, lambda *unused: None)
     torch.Tensor.cuda = lambda self, *unused, **also: self  # type: ignore[method-assign,assignment]
     torch.Tensor.type = _of_cuda(torch.Tensor.type)  # type: ignore[method-assign]
 
-    import megatron.core.tensor_parallel.random as random
+    from megatron.core.tensor_parallel import random
 
     random._set_cuda_rng_state = lambda state, *unused, **also: torch.set_rng_state(state)
     random._get_cuda_rng_state = lambda *unused, **also: torch.get_rng_state()
@@ -92,6 +100,3 @@ def install_apex() -> None:
         **engine,
     )
     module("megatron.core.fusions.fused_layer_norm", FusedLayerNorm=LayerNorm)
-    import packaging.version
-
-    module("pkg_resources", packaging=packaging)

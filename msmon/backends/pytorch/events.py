@@ -101,16 +101,15 @@ def subscribe(listener: Listener) -> None:
 
 def follow_frameworks() -> None:
     """Learn from pipeline stages which micro-batch they work on, and from frameworks when they step, once there are any."""
-    if _listeners and "stages" not in _followed and pipelining.follow_stages(_ledger):
-        _followed.add("stages")
-    if _listeners and "engines" not in _followed and deepspeed.follow_engines(_ledger, _engine_steps):
-        _followed.add("engines")
-    if (
-        _listeners
-        and "megatron" not in _followed
-        and megatron.follow_optimizers(_ledger, _engine_steps, _wrap_zero_grad)
-    ):
-        _followed.add("megatron")
+    if not _listeners:
+        return
+    follow: dict[str, Callable[[], bool]] = {
+        "stages": lambda: pipelining.follow_stages(_ledger),
+        "engines": lambda: deepspeed.follow_engines(_ledger, _engine_steps),
+        "optimizers": lambda: megatron.follow_optimizers(_ledger, _engine_steps, _wrap_zero_grad),
+        "schedules": lambda: megatron.follow_schedules(_ledger),
+    }
+    _followed.update(what for what, install in follow.items() if what not in _followed and install())
 
 
 def unsubscribe(listener: Listener) -> None:

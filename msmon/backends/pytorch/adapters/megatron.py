@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from msmon.backends.pytorch.adapters import pipelining
 from msmon.backends.pytorch.adapters.plain import NOT_IN_USE, PlainAdapter
 from msmon.backends.pytorch.adapters.steps import StepUnderWay
 
@@ -35,6 +36,7 @@ _BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
 _DATA_PARALLEL = "megatron.core.distributed.distributed_data_parallel"
 _OPTIMIZERS = "megatron.core.optimizer.optimizer"
 _DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _SYNC = "start_grad_sync"
 _BUCKETS = ("_ParamAndGradBucketGroup", "Bucket")  # from 0.9.0 on, and before
 
@@ -247,6 +249,48 @@ def follow_optimizers(
     return True
 
 
+def follow_schedules(ledger: Ledger) -> bool:
+    """Patch the schedules of this process, if it has imported them, to know which micro-batch they work on.
+
+    Chunks take turns, and several forwards may come before the first backward pass.
+
+    Returns:
+        Whether it has.
+    """
+    schedules = sys.modules.get(_SCHEDULES)
+    if not hasattr(schedules, "forward_step") or not hasattr(schedules, "backward_step"):
+        return False
+    begun: dict[int, int] = {}  # by the identity of a chunk: the micro-batch that comes next
+    made: dict[int, int] = {}  # by the identity of an output: the micro-batch that it came of
+
+    def wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward_step(step: Any, data: Any, model: Any, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - Megatron's own
+            current = begun.get(id(model), 0)
+            begun[id(model)] = current + 1 if current + 1 < num_microbatches else 0
+            with pipelining.working_on(current):
+                result = original(step, data, model, num_microbatches, *args, **kwargs)
+            made[_identity(result)] = current
+            return result
+
+        return forward_step
+
+    def wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+        def backward_step(given: Any, output: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - Megatron's own
+            with pipelining.working_on(made.pop(_identity(output), None)):
+                return original(given, output, *args, **kwargs)
+
+        return backward_step
+
+    ledger.patch(schedules, "forward_step", wrap_forward)
+    ledger.patch(schedules, "backward_step", wrap_backward)
+    return True
+
+
+def _identity(output: Any) -> int:  # noqa: ANN401 - a tensor, a list with one, or since 0.7.0 a tuple of that and more
+    output = output[0] if isinstance(output, tuple) else output
+    return id(output[0] if isinstance(output, list) and output else output)
+
+
 def _wrap_constructor(original: Callable[..., Any]) -> Callable[..., Any]:
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - passes on whatever the class takes
         original(self, *args, **kwargs)
@@ -372,7 +416,7 @@ def _bucket_class() -> type | None:
 
 
 def _version() -> str:
-    return str(getattr(sys.modules.get("megatron.core"), "__version__", ""))
+    return str(getattr(sys.modules.get("megatron.core"), "__version__", "of an unknown version"))
 
 
 def _across_tensor_ranks(parameter: Any) -> dict[str, Any]:  # noqa: ANN401 - a Parameter, with what Megatron adds to it
