@@ -144,10 +144,11 @@ class MegatronAdapter(PlainAdapter):
         if held is None:
             return None if _is_spread(parameter) else super().reduced_gradient(parameter)
         own = getattr(held.tensor, "decoupled_grad", None)  # with use_precision_aware_optimizer
-        if own is None and held.tensor.is_leaf:
+        if own is None and held.tensor.is_leaf:  # one that is not is a float32 parameter's: it uses the buffer itself
             own = held.tensor.grad
-        gradient = super().reduced_gradient(parameter) if own is None else None
-        return own if gradient is None else held.of(gradient)
+        if own is not None or not _in_buffer(parameter):
+            return own
+        return held.of(parameter.main_grad)  # type: ignore[attr-defined]  # Megatron has put it there
 
     def state(self, optimizer: Optimizer, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
         """See :meth:`msmon.backends.base.Adapter.state`."""
