@@ -59,10 +59,8 @@ docs: $(READY) ## Write generated files anew: docs/configuration.md, completions
 	$(BIN)/python scripts/gen_docs.py
 	$(BIN)/python scripts/gen_completions.py
 
-bench: $(READY) ## Benchmarks: what watching costs
-	$(BIN)/python benchmarks/startup.py
-	$(BIN)/python benchmarks/kernels.py
-	$(BIN)/python benchmarks/step_cost.py
+bench: $(READY) ## Benchmarks: what watching costs, against its targets; figures in figures.json
+	$(BIN)/python benchmarks/report.py --json figures.json
 	$(BIN)/python benchmarks/alerts.py
 
 pin: ## Write requirements/dev.txt and frameworks.txt anew from dev.in and frameworks.in

@@ -20,12 +20,11 @@ import statistics
 import subprocess
 import sys
 import time
-from datetime import datetime, timezone
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from side_by_side import ask, cpu_model
+from side_by_side import about, ask, publish, signature
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,9 +53,7 @@ def main() -> None:
         work(arguments.worker, arguments.threads)
         return
     figures = measure(arguments)
-    print(as_markdown(figures))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    publish(figures, as_markdown(figures), arguments.json)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -77,20 +74,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             if number:  # the first round warms up
                 rounds.append(times)
         results.append({"dtype": dtype, "tensors": tensors, "elements": elements, **summarize(rounds)})
-    about = [worker.ask() for worker in workers]
+    told = [worker.ask() for worker in workers]
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        **about(),
         "statistics": SIX,
         "results": results,
-        "first_call_ms": about[0]["first_call_ms"],
-        "versions": about[0]["versions"] | (about[1]["versions"] if len(about) > 1 else {}),
-        "threads": about[0]["threads"],
-        "machine": {
-            "system": platform.platform(),
-            "cpu": cpu_model(),
-            "cores": os.cpu_count(),
-            "load": os.getloadavg()[0],
-        },
+        "first_call_ms": told[0]["first_call_ms"],
+        "versions": told[0]["versions"] | (told[1]["versions"] if len(told) > 1 else {}),
+        "threads": told[0]["threads"],
     }
 
 
@@ -143,14 +134,11 @@ def as_markdown(figures: dict[str, Any]) -> str:
         against = f"{faster['compiled']:.1f}, {faster['eager']:.1f}" if faster else ""
         each = row["us"]["compiled"] / row["tensors"]
         lines.append(f"| {row['dtype']} | {size} | {row['pass_us']:.0f} µs | {ratios} | {each:.1f} µs | {against} |")
-    machine = figures["machine"]
     first_call = ", ".join(f"{name} {figure:.0f} ms" for name, figure in figures["first_call_ms"].items())
-    numbers = ", ".join(f"{name} {number}" for name, number in figures["versions"].items())
-    where = f"{machine['cpu']}, {machine['cores']} cores, load {machine['load']:.1f}, {machine['system']}"
     lines += [
         "",
-        f"First call, with what it imports and compiles: {first_call}",
-        f"{numbers}; {figures['threads']} threads; {where}; {figures['date']}",
+        f"First call, with what it imports, and compiles unless the code is on disk: {first_call}",
+        f"{figures['threads']} threads; {signature(figures, figures['versions'])}",
     ]
     return "\n".join(lines)
 

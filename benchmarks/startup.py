@@ -9,7 +9,6 @@ difference of the medians. The target is 2 ms.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -19,6 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from side_by_side import about, publish, signature
 
 import msmon
 from msmon import env
@@ -35,9 +36,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     figures = measure(arguments.pairs)
-    print(as_markdown(figures))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    publish(figures, as_markdown(figures), arguments.json)
 
 
 def measure(pairs: int) -> dict[str, Any]:
@@ -56,6 +55,7 @@ def measure(pairs: int) -> dict[str, Any]:
             times["injected"].append(milliseconds(injected))
     medians = {name: statistics.median(values) for name, values in times.items()}
     return {
+        **about(),
         "pairs": pairs,
         "bare_ms": round(medians["bare"], 3),
         "injected_ms": round(medians["injected"], 3),
@@ -64,7 +64,6 @@ def measure(pairs: int) -> dict[str, Any]:
         "target_ms": TARGET_MS,
         "spread_ms": {name: [round(v, 3) for v in statistics.quantiles(values, n=4)] for name, values in times.items()},
         "versions": {"msmon": msmon.__version__, "python": platform.python_version()},
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
     }
 
 
@@ -84,7 +83,6 @@ def milliseconds(environment: dict[str, str]) -> float:
 
 
 def as_markdown(figures: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in figures["versions"].items())
     return f"""\
 `python -c pass`, median of {figures["pairs"]} processes each, started in turns
 
@@ -93,7 +91,7 @@ def as_markdown(figures: dict[str, Any]) -> str:
 | {figures["bare_ms"]:.2f} ms | {figures["injected_ms"]:.2f} ms | {figures["difference_ms"]:+.2f} ms \
 | {figures["ratio"]:.3f} | {figures["target_ms"]:.0f} ms |
 
-{versions}; {figures["machine"]}"""
+{signature(figures, figures["versions"])}"""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What watching costs a training step: a small GPT bare, with msmon and, if there is one, with the original.
+"""What watching costs a training step: a GPT, or a model of 1,000 small tensors, bare, with msmon and with the original.
 
 Every variant trains in a process of its own. The processes take turns, in a shuffled order, a few consecutive steps
 each (so that what a variant does in the background meets its own next step), and only one computes at a time: noise of
@@ -8,7 +8,7 @@ training of the same round.
 The original (mindstudio-probe) lives in an environment of its own, made from ``requirements/compat.txt``; it takes part
 when ``MSMON_COMPAT_PYTHON`` names that environment's Python, and is compared with a bare training in that environment.
 
-    python benchmarks/step_cost.py [--kinds gradients weights optimizer all] [--steps 100] [--json FILE]
+    python benchmarks/step_cost.py [--model many] [--kinds gradients weights optimizer all idle] [--steps 100] [--json FILE]
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from side_by_side import ask, cpu_model
+from side_by_side import about, ask, publish, signature
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SIX = ["min", "max", "norm", "mean", "zeros", "nans"]
 SWITCHES = {
@@ -39,7 +41,9 @@ SWITCHES = {
     "optimizer": "mv_distribution",
     "activations": "xy_distribution",
 }
-KINDS = (*SWITCHES, "all")
+KINDS = (*SWITCHES, "all", "idle")
+"""``idle``: everything is configured, and the step is not collected."""
+
 MONITORS = {"msmon": "msmon.pytorch", "original": "msprobe.pytorch"}
 SETTLE = 0.05
 """Seconds between two turns, in which threads of the last one come to rest."""
@@ -52,18 +56,17 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=100, help="measured steps of each variant (default: 100)")
     parser.add_argument("--block", type=int, default=4, help="consecutive steps of a turn (default: 4)")
+    parser.add_argument("--model", choices=["gpt", "many"], default="gpt", help="many: 500 linear layers of width 16")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--worker", nargs=2, metavar=("MONITOR", "KIND"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        work(*arguments.worker, arguments.layers, arguments.width)
+        work(*arguments.worker, arguments)
         return
     figures = measure(arguments)
-    print(as_markdown(figures))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    publish(figures, as_markdown(figures), arguments.json)
 
 
 @dataclass
@@ -76,8 +79,8 @@ class Worker:
     versions: dict[str, str] = field(default_factory=dict)
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
-    memory_mb: float = 0.0
-    memory_before_mb: float = 0.0
+    thread: list[float] = field(default_factory=list)
+    told: dict[str, Any] = field(default_factory=dict)
 
     def ask(self, **request: Any) -> dict[str, Any]:
         return ask(self.process, self.name, **request)
@@ -98,29 +101,29 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                     answer = worker.ask(steps=arguments.block)
                     worker.wall.append(answer["wall"] / arguments.block)
                     worker.cpu.append(answer["cpu"] / arguments.block)
+                    worker.thread.append(answer["thread"] / arguments.block)
             show_progress(rounds, rounds)
             for worker in workers:
-                answer = worker.ask(steps=0)
-                worker.memory_mb, worker.memory_before_mb = answer["peak_mb"], answer["before_mb"]
+                worker.told = worker.ask(steps=0)
         finally:
             for worker in workers:
                 worker.process.communicate(timeout=60)  # end of input ends it
     by_name = {worker.name: worker for worker in workers}
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "model": {"layers": arguments.layers, "width": arguments.width, "batch": [8, 128]},
+        **about(),
+        "model": title(arguments),
         "statistics": SIX,
         "rounds": rounds,
         "steps_a_round": arguments.block,
         "variants": {worker.name: summarize(worker, by_name[worker.baseline]) for worker in workers},
         "msmon_to_original": compare(by_name, arguments.kinds) if original else {},
-        "machine": {
-            "system": platform.platform(),
-            "cpu": cpu_model(),
-            "cores": os.cpu_count(),
-            "load": os.getloadavg()[0],
-        },
     }
+
+
+def title(arguments: argparse.Namespace) -> str:
+    if arguments.model == "many":
+        return "500 linear layers of width 16, batch 16"
+    return f"GPT, {arguments.layers} layers, width {arguments.width}, batch 8x128"
 
 
 def start_workers(arguments: argparse.Namespace, original: str | None, folder: Path) -> list[Worker]:
@@ -135,7 +138,7 @@ def start_workers(arguments: argparse.Namespace, original: str | None, folder: P
         own = folder / name.replace(": ", "-").replace(" ", "-")
         own.mkdir()
         command = [python, __file__, "--worker", monitor if kind else "bare", kind or "-"]
-        command += ["--layers", str(arguments.layers), "--width", str(arguments.width)]
+        command += ["--model", arguments.model, "--layers", str(arguments.layers), "--width", str(arguments.width)]
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("MSMON", "DYNAMIC_MONITOR"))}
         process = subprocess.Popen(
             command,
@@ -153,16 +156,22 @@ def start_workers(arguments: argparse.Namespace, original: str | None, folder: P
 def summarize(worker: Worker, baseline: Worker) -> dict[str, Any]:
     ratios = [own / bare for own, bare in zip(worker.wall, baseline.wall, strict=True)]
     cpu_ratios = [own / bare for own, bare in zip(worker.cpu, baseline.cpu, strict=True)]
+    added = statistics.median(own - bare for own, bare in zip(worker.thread, baseline.thread, strict=True))
+    told, bare = worker.told, baseline.told
     return {
         "step_ms": round(statistics.median(worker.wall) * 1e3, 2),
         "compared_with": baseline.name,
         "ratio": round(statistics.median(ratios), 4),
         "ratio_quartiles": quartiles(ratios),
         "cpu_ratio": round(statistics.median(cpu_ratios), 4),
-        "peak_mb": round(worker.memory_mb, 1),
-        "peak_over_bare_mb": round(worker.memory_mb - baseline.memory_mb, 1),
+        "rows": told["rows"],
+        "thread_us_a_row": round(added * 1e6 / told["rows"], 2) if told["rows"] else None,
+        "bytes": told["bytes"],
+        "write_ms": round(told["write_ms"], 2),
+        "peak_mb": round(told["peak_mb"], 1),
+        "peak_over_bare_mb": round(told["peak_mb"] - bare["peak_mb"], 1),
         "peak_over_bare_without_imports_mb": round(
-            (worker.memory_mb - worker.memory_before_mb) - (baseline.memory_mb - baseline.memory_before_mb), 1
+            (told["peak_mb"] - told["before_mb"]) - (bare["peak_mb"] - bare["before_mb"]), 1
         ),
         "versions": worker.versions,
     }
@@ -189,38 +198,39 @@ def show_progress(done: int, rounds: int) -> None:
 
 
 def as_markdown(figures: dict[str, Any]) -> str:
-    model, machine = figures["model"], figures["machine"]
-    title = (
-        f"GPT, {model['layers']} layers, width {model['width']}, batch 8x128, AdamW, CPU; statistics: "
-        f"{', '.join(figures['statistics'])}; {figures['rounds']} rounds of {figures['steps_a_round']} steps"
-    )
+    title = f"{figures['model']}, AdamW, CPU; statistics: {', '.join(figures['statistics'])}; "
+    columns = ["variant", "step", "ratio to bare", "quartiles", "CPU time to bare", "training thread, a row"]
+    columns += ["written a step", "in", "peak memory over bare", "… without imports"]
     lines = [
-        title,
+        title + f"{figures['rounds']} rounds of {figures['steps_a_round']} steps",
         "",
-        "| variant | step | ratio to bare | quartiles | CPU time to bare | peak memory over bare | … without imports |",
-        "|---|---|---|---|---|---|---|",
+        f"| {' | '.join(columns)} |",
+        "|---" * len(columns) + "|",
     ]
     for name, row in figures["variants"].items():
         low, high = row["ratio_quartiles"]
         lines.append(
             f"| {name} | {row['step_ms']:.1f} ms | {row['ratio']:.3f} | {low:.3f} to {high:.3f} | {row['cpu_ratio']:.3f} "
-            f"| {row['peak_over_bare_mb']:+.1f} MB | {row['peak_over_bare_without_imports_mb']:+.1f} MB |"
+            f"| {written(row)} | {row['peak_over_bare_mb']:+.1f} MB | {row['peak_over_bare_without_imports_mb']:+.1f} MB |"
         )
     lines.append("")
     for kind, row in figures["msmon_to_original"].items():
         low, high = row["quartiles"]
         lines.append(f"msmon to the original, {kind}: {row['ratio']:.3f} ({low:.3f} to {high:.3f})")
-    versions = {f"{k} {v}" for row in figures["variants"].values() for k, v in row["versions"].items()}
-    lines.append(
-        f"{', '.join(sorted(versions))}; {machine['cpu']}, {machine['cores']} cores, {machine['system']}; {figures['date']}"
-    )
+    versions = {k: v for row in figures["variants"].values() for k, v in row["versions"].items()}
+    lines.append(signature(figures, versions))
     return "\n".join(lines)
+
+
+def written(row: dict[str, Any]) -> str:
+    each = "" if row["thread_us_a_row"] is None else f"{row['thread_us_a_row']:.1f} µs"
+    return f"{each} | {row['rows']} rows, {row['bytes'] / 1024:.1f} kB | {row['write_ms']:.1f} ms"
 
 
 # What runs in a worker. It needs torch, and of the monitors only its own.
 
 
-def work(monitor: str, kind: str, layers: int, width: int) -> None:
+def work(monitor: str, kind: str, arguments: argparse.Namespace) -> None:
     """Answer on stdout, a line a request; whatever else is printed goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -230,43 +240,73 @@ def work(monitor: str, kind: str, layers: int, width: int) -> None:
     trainer_class = importlib.import_module(MONITORS[monitor]).TrainerMon if monitor in MONITORS else None
     imported = resident_mb() - before
     torch.manual_seed(0)
-    model = make_gpt(layers, width)
+    model, loss = make_many() if arguments.model == "many" else make_gpt(arguments.layers, arguments.width)
+    written = Written()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     if trainer_class is not None:
-        switches = SWITCHES.values() if kind == "all" else [SWITCHES[kind]]
+        switches = SWITCHES.values() if kind in {"all", "idle"} else [SWITCHES[kind]]
         config = {"targets": {}, "all_xy": True, "format": "csv", "ops": SIX, **dict.fromkeys(switches, True)}
+        config["start_step"] = 10**9 if kind == "idle" else 0
         Path("monitor.json").write_text(json.dumps(config), encoding="utf-8")
         watcher = trainer_class("monitor.json", params_have_main_grad=False)
         watcher.set_monitor(model=model, grad_acc_steps=1, optimizer=optimizer)
-    tokens = torch.randint(256, (8, 129))
+        if monitor == "msmon":
+            written.follow()
     versions = {"torch": torch.__version__, "python": platform.python_version(), **monitor_version(monitor)}
     for line in sys.stdin:
         steps = json.loads(line)["steps"]
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall, cpu, thread = time.perf_counter(), time.process_time(), time.thread_time()
         for _ in range(steps):
             optimizer.zero_grad()
-            logits = model(tokens[:, :-1])
-            torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            loss().backward()
             optimizer.step()
-        wall = time.perf_counter() - wall
+        wall, thread = time.perf_counter() - wall, time.thread_time() - thread
         time.sleep(SETTLE / 2)  # a background thread's last rows belong to this turn's CPU time
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform != "darwin" else 1024**2)
         answer = {
             "wall": wall,
             "cpu": time.process_time() - cpu,
+            "thread": thread,
             "peak_mb": peak,
             "before_mb": imported,
             "versions": versions,
+            **written.a_step(),
         }
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
-    check_output(monitor)
+    check_output(monitor, kind)
 
 
-def check_output(monitor: str) -> None:
+class Written:
+    """What msmon's writer thread does: rows, bytes on disk, and its own processor time."""
+
+    def __init__(self) -> None:
+        self.steps = self.rows = 0
+        self.seconds = 0.0
+
+    def follow(self) -> None:
+        from msmon.runtime.writer import Writer
+
+        write = Writer._write
+
+        def counted(writer: Any, table: Any) -> None:
+            begin = time.thread_time()
+            write(writer, table)
+            self.seconds += time.thread_time() - begin
+            self.steps, self.rows = self.steps + 1, len(table.rows)
+
+        Writer._write = counted  # type: ignore[method-assign]
+
+    def a_step(self, files: str = "out/*/*.csv") -> dict[str, Any]:
+        size = sum(file.stat().st_size for file in Path().glob(files))
+        steps = max(self.steps, 1)
+        return {"rows": self.rows, "bytes": size // steps, "write_ms": self.seconds * 1e3 / steps}
+
+
+def check_output(monitor: str, kind: str) -> None:
     """A monitor that wrote nothing was not measured."""
     written = list(Path("out").glob("*/*.csv"))
-    assert bool(written) == (monitor in MONITORS), f"{monitor} wrote {len(written)} files"
+    assert bool(written) == (monitor in MONITORS and kind != "idle"), f"{monitor} wrote {len(written)} files"
 
 
 def monitor_version(monitor: str) -> dict[str, str]:
@@ -284,8 +324,22 @@ def resident_mb() -> float:
     return pages * resource.getpagesize() / 1024**2
 
 
-def make_gpt(layers: int, width: int) -> Any:
-    """A byte-level GPT, as plain as can be."""
+def make_many() -> tuple[Any, Callable[[], Any]]:
+    """A thousand tensors so small that what is done for each of them is all that counts, and a loss."""
+    import torch
+    from torch import nn
+
+    class Residual(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 0.01 * super().forward(x)
+
+    model = nn.Sequential(*(Residual(16, 16) for _ in range(500)))
+    inputs = torch.randn(16, 16)
+    return model, lambda: model(inputs).square().mean()
+
+
+def make_gpt(layers: int, width: int) -> tuple[Any, Callable[[], Any]]:
+    """A byte-level GPT, as plain as can be, and a loss."""
     import torch
     from torch import nn
 
@@ -316,7 +370,13 @@ def make_gpt(layers: int, width: int) -> Any:
                 x = layer(x)
             return self.head(self.final_norm(x))
 
-    return Gpt()
+    model, tokens = Gpt(), torch.randint(256, (8, 129))
+
+    def loss() -> torch.Tensor:
+        logits = model(tokens[:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    return model, loss
 
 
 if __name__ == "__main__":

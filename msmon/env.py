@@ -31,6 +31,9 @@ OUTPUT_DIR = "MONITOR_OUTPUT_DIR"
 DYNAMIC = "DYNAMIC_MONITOR"
 """``True`` asks for dynamic start and stop; the name is that of the original."""
 
+CODE_CACHE = "MSMON_CODE_CACHE"
+"""Folder of machine code compiled for this processor, by default ``~/.cache/msmon/code``; ``0``: keep none."""
+
 DEFAULT_OUTPUT_DIR = "monitor_output"
 
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")

@@ -57,6 +57,7 @@ class Runner:
             **{k: v for k, v in os.environ.items() if not k.startswith(("MSMON", "MONITOR_", "DYNAMIC_"))},
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
+            "DS_ACCELERATOR": "cpu",  # DeepSpeed, which transformers imports, says on stdout that it looks for one
             "NO_COLOR": "1",
             "COLUMNS": "80",
         }

@@ -12,7 +12,7 @@ import typer
 from msmon import env
 from msmon.errors import ExitCode, MsmonError
 from msmon_cli import console
-from msmon_cli.commands import analyse, csv2tb, merge, print_struct, run, switch, validate_config
+from msmon_cli.commands import analyse, csv2tb, doctor, merge, print_struct, run, switch, validate_config
 
 EPILOG = """
 Examples:
@@ -28,6 +28,8 @@ Examples:
   msmon validate-config monitor.json
 
   msmon csv2tb monitor_output
+
+  msmon doctor
 """
 
 app = typer.Typer(
@@ -55,6 +57,9 @@ app.command("analyse", no_args_is_help=True)(analyse.analyse)
 app.command("merge", no_args_is_help=True)(merge.merge)
 app.command("validate-config")(validate_config.validate_config)
 app.command("csv2tb")(csv2tb.csv2tb)
+app.command("doctor", context_settings={"allow_interspersed_args": False}, options_metavar="[OPTIONS] --")(
+    doctor.doctor
+)
 app.command("on")(switch.on)
 app.command("off")(switch.off)
 app.command("status")(switch.status)

@@ -19,6 +19,7 @@ from msmon.errors import ConfigError, MsmonError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    from msmon.bootstrap.doctor import Examination
     from msmon.offline.analyse import Analysis
     from msmon.offline.structure import ModuleNode
 
@@ -136,6 +137,17 @@ def show_anomalies(analysis: Analysis) -> None:
         cells = [number, entry["step"], entry["micro_step"], entry["rank"], kind, tensor, finding]
         table.add_row(*(escape(str(cell)) for cell in cells), style="bold red" if number == 1 else "")
     _out.print(table, soft_wrap=False)
+
+
+def show_processes(found: Examination) -> None:
+    """The processes of a command that were reached, one a line, and what came of them all."""
+    for process in found.processes:
+        command = " ".join(" ".join(process.command).split())
+        show_line(f"{process.pid:>7} of {process.parent:>7}  {process.decision:19}  {command}")
+    ranks = ", ".join(map(str, found.ranks))
+    _err.print(f"training steps were made by rank {ranks}" if ranks else "no training step was seen")
+    _err.print(f"exit code of the command: {found.exit_code}")
+    _err.print("a Python process that is not listed has lost PYTHONPATH or its environment, or is on another host")
 
 
 @contextlib.contextmanager

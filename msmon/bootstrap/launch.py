@@ -61,6 +61,7 @@ def prepare_environment(
     options: dict[str, Any] | None = None,
     grad_acc_steps: int | None = None,
     alerts: dict[str, Any] | None = None,
+    dynamic: bool = False,
 ) -> tuple[dict[str, str], list[str]]:
     """The environment of the command, with the settings file written.
 
@@ -72,6 +73,7 @@ def prepare_environment(
         options: What options put over the file.
         grad_acc_steps: Micro-batches a step, when the user said so.
         alerts: What the command line says of alerts.
+        dynamic: Follow the file; ``DYNAMIC_MONITOR`` asks for it too.
 
     Returns:
         The environment, and what the user should know before the command starts.
@@ -88,6 +90,7 @@ def prepare_environment(
         grad_acc_steps=grad_acc_steps,
         command=list(command),
         alerts=alerts or {},
+        dynamic=dynamic or env.dynamic_requested(),
     )
     path, notes = _write_settings(settings)
     environment = dict(os.environ)

@@ -34,6 +34,7 @@ class Settings:
         grad_acc_steps: Micro-batches a step, when the user said so.
         command: The command of the run.
         alerts: What the command line says of alerts, as plain values.
+        dynamic: Whether the file is followed: launchers may drop ``DYNAMIC_MONITOR`` on the way to other hosts.
     """
 
     run_id: str
@@ -46,6 +47,7 @@ class Settings:
     grad_acc_steps: int | None
     command: list[str]
     alerts: dict[str, Any] = field(default_factory=dict)
+    dynamic: bool = False
 
     def config(self) -> MonitorConfig:
         """The configuration as a value; it was checked before the run began."""

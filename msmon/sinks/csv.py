@@ -7,19 +7,31 @@ that fails part-way is undone. So a kill costs at most the step in flight, and a
 from __future__ import annotations
 
 import csv
+import dataclasses
+import functools
 import io
 import math
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
+
+    from numpy.typing import NDArray
 
     from msmon.record.table import Row
     from msmon.sinks.base import RecordedStep
 
 STEPS_FILE = "steps.csv"
 _STEPS_HEADER = ("model", "step", "micro_steps", "skipped", "grad_scale", "complete")
+_EXACT_POWER = 22
+"""Powers of ten up to this one are float64 numbers."""
+
+_EXACT_WHOLE = 2.0**51
+"""Below, halves are float64 numbers too."""
+
 _STATISTICS = ("min", "max", "norm", "mean", "zeros", "nans")
 
 
@@ -37,6 +49,8 @@ class CsvSink:
         self._directory = directory
         self._columns = tuple(columns)
         self._statistics = [column for column in self._columns if column in _STATISTICS]
+        self._counts = [place for place, name in enumerate(self._statistics) if name == "nans"]
+        self._others = [(place, column) for place, column in enumerate(self._columns) if column not in _STATISTICS]
         self._ndigits = ndigits
         self._steps_per_file = steps_per_file
         self._files: dict[tuple[str, ...], _AppendedFile] = {}
@@ -73,40 +87,34 @@ class CsvSink:
         file.append(_text(lines))
 
     def _lines_by_file(self, step: RecordedStep) -> dict[tuple[str, tuple[str, ...]], list[list[object]]]:
-        """The lines of each kind and header."""
+        """The lines of each kind and header. Runs beside the training, and so does as little as it can for a row."""
         found: dict[tuple[str, tuple[str, ...]], list[list[object]]] = {}
-        for order, (row, values) in enumerate(step.lines(len(self._statistics))):
+        short = dataclasses.replace(step, numbers=round_numbers(step.numbers, self._ndigits))
+        for order, (row, values) in enumerate(short.lines(len(self._statistics))):
             if row.is_histogram:
                 continue
             cells: list[object] = [row.stage, row.name, step.step]
             if row.micro_step is not None:
                 cells.append(row.micro_step)
-            if row.features:
-                cells += [format_number(value, self._ndigits) for value in values]
-            else:
-                cells += self._cells(row, order, values)
-            found.setdefault((row.kind, self._header(row)), []).append(cells)
+            cells += values if row.features else self._cells(row, order, values)
+            found.setdefault((row.kind, self._header(row.features, row.micro_step is not None)), []).append(cells)
         return found
 
-    def _header(self, row: Row) -> tuple[str, ...]:
-        micro = () if row.micro_step is None else ("micro_step",)
-        return ("vpp_stage", "name", "step", *micro, *(row.features or self._columns))
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - a sink lives as long as the run
+    def _header(self, features: tuple[str, ...], micro_step: bool) -> tuple[str, ...]:  # noqa: FBT001 - private, one caller
+        return ("vpp_stage", "name", "step", *(["micro_step"] if micro_step else []), *(features or self._columns))
 
-    def _cells(self, row: Row, order: int, values: list[float]) -> Iterator[object]:
-        numbers = zip(self._statistics, values, strict=True)
-        for column in self._columns:
-            if column == "shape":
-                yield list(row.shape)
-            elif column == "dtype":
-                yield row.dtype
-            elif column == "id":
-                yield order
-            else:
-                statistic, value = next(numbers)
-                if statistic == "nans":
-                    yield int(value)
-                else:
-                    yield "" if row.empty and statistic != "norm" else format_number(value, self._ndigits)
+    def _cells(self, row: Row, order: int, values: list[float]) -> list[object]:
+        cells: list[object] = list(values)
+        for place in self._counts:
+            cells[place] = int(values[place])
+        if row.empty:
+            cells = [
+                cell if name in {"norm", "nans"} else "" for name, cell in zip(self._statistics, cells, strict=True)
+            ]
+        for place, column in self._others:
+            cells.insert(place, list(row.shape) if column == "shape" else row.dtype if column == "dtype" else order)
+        return cells
 
     def _step_line(self, step: RecordedStep) -> list[object]:
         scale = "" if math.isnan(step.grad_scale) else format_number(step.grad_scale, self._ndigits)
@@ -118,12 +126,33 @@ def format_number(value: float, ndigits: int) -> str:
 
     ``nan``, ``inf`` and ``-inf`` are written as such.
     """
+    return repr(_round_one(value, ndigits))
+
+
+def _round_one(value: float, ndigits: int) -> float:
     if value - value != 0:  # nan, inf or -inf: rounding knows none of them
-        return repr(value)
+        return value
     rounded = round(value, ndigits)
-    if rounded == 0 and value != 0:
-        return repr(float(f"{value:.{max(ndigits - 1, 0)}e}"))
-    return repr(rounded)
+    return float(f"{value:.{max(ndigits - 1, 0)}e}") if rounded == 0 and value != 0 else rounded
+
+
+def round_numbers(numbers: NDArray[np.float64], ndigits: int) -> NDArray[np.float64]:
+    """Numbers whose ``repr`` is what :func:`format_number` writes.
+
+    Rounding in float64 is exact up to its own error, so those that it could take to the wrong side of a half are rounded
+    one by one, as are small and huge ones.
+    """
+    factor = 10.0 ** min(ndigits, _EXACT_POWER)
+    with np.errstate(all="ignore"):
+        scaled = numbers * factor
+        whole = np.rint(scaled)
+        rounded = whole / factor
+        magnitude = np.abs(scaled)
+        plain = (magnitude < _EXACT_WHOLE) & (np.abs(np.abs(scaled - whole) - 0.5) > magnitude * 2.0**-51)
+        plain &= (whole != 0) | (numbers == 0)
+    places = np.flatnonzero(~plain) if ndigits <= _EXACT_POWER else np.arange(len(numbers))
+    rounded[places] = [_round_one(value, ndigits) for value in numbers[places].tolist()]
+    return rounded
 
 
 def whole_records(content: bytes) -> bytes:

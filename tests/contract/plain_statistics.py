@@ -28,8 +28,10 @@ def plain_statistics(numbers: Sequence[complex], eps: float = 1e-8) -> dict[str,
     }
 
 
-def assert_same(measured: Sequence[float], numbers: Sequence[complex], eps: float = 1e-8) -> None:
-    """The measured statistics are those of the numbers: to 1e-12, the mean to 1e-12 of the mean magnitude."""
+def assert_same(
+    measured: Sequence[float], numbers: Sequence[complex], eps: float = 1e-8, *, tolerance: float = 1e-12
+) -> None:
+    """The measured statistics are those of the numbers: norm and mean to a tolerance, of the mean magnitude, others to 1e-12."""
     expected = plain_statistics(numbers, eps)
     finite = [abs(value) for value in map(_real, numbers) if math.isfinite(value)]
     magnitude = math.fsum(value / len(finite) for value in finite) if finite else 0.0
@@ -38,7 +40,7 @@ def assert_same(measured: Sequence[float], numbers: Sequence[complex], eps: floa
         if not math.isfinite(wanted):
             assert value == wanted or (math.isnan(wanted) and math.isnan(value)), (name, value, wanted)
         else:
-            slack = 1e-12 * (magnitude if name == "mean" else abs(wanted))
+            slack = (tolerance if name in {"norm", "mean"} else 1e-12) * (magnitude if name == "mean" else abs(wanted))
             assert abs(value - wanted) <= slack + 5e-323, (name, value, wanted)
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from msmon.backends.base import UnsupportedTensorError
 from msmon.backends.pytorch.devices import Arriving, in_order
 from msmon.backends.pytorch.kernels import eager, fused, host
-from msmon.backends.pytorch.kernels.choose import choose_kernel
+from msmon.backends.pytorch.kernels.choose import KernelByDevice, choose_kernel
 from msmon.backends.pytorch.kernels.eager import EagerKernel
 from msmon.backends.pytorch.kernels.fused import FusedKernel
 from msmon.backends.pytorch.kernels.host import HostKernel
@@ -49,6 +49,15 @@ class InterpretedKernel(DeviceKernel):
             return super().reduce(*arguments, **keywords)
 
 
+IN_FLOAT32 = {torch.float32, torch.float16, torch.bfloat16}
+"""Of these the compiled kernel adds a few elements a lane in float32, before it goes on in float64."""
+
+
+def tolerance_of(kernel: Any, dtype: torch.dtype) -> float:
+    """To what norm and mean must be right: each of 23 additions in a row may round, by 2**-24."""
+    return 23 * 2**-24 if isinstance(kernel, FusedKernel | KernelByDevice) and dtype in IN_FLOAT32 else 1e-12
+
+
 KERNELS = [EagerKernel, HostKernel, fused_kernel, InterpretedKernel, choose_kernel]
 SIX = list(Statistic)
 NAN, INF = math.nan, math.inf
@@ -71,7 +80,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     monkeypatch.setattr(host, "PIECE", PIECE)
     monkeypatch.setattr(device, "BLOCK", PIECE)
     monkeypatch.setattr(fused, "BLOCK", PIECE)
-    monkeypatch.setattr(fused, "SHARE", 2 * PIECE)
+    monkeypatch.setattr(fused, "SHARED", 2 * PIECE)
     return request.param()
 
 
@@ -114,6 +123,17 @@ def test_memory_stays_its_owners(kernel: Any, dtype: torch.dtype) -> None:
     kernel.reduce([tensor], SIX, 1e-8)
     tensor.untyped_storage().resize_(0)
     assert tensor.untyped_storage().nbytes() == 0
+
+
+@pytest.mark.parametrize("view", [lambda t: t, lambda t: t[3:], lambda t: t[::2]], ids=["whole", "part", "strided"])
+@pytest.mark.parametrize("others", [0, 3])
+def test_memory_that_was_given_back(kernel: Any, view: Callable[[Tensor], Tensor], others: int) -> None:
+    """A tensor whose memory is gone is refused by the agreed error: reading it, torch itself dies of a signal."""
+    tensor = torch.ones(1000)
+    freed = view(tensor)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(UnsupportedTensorError, match="given back"):
+        kernel.reduce([torch.ones(5) for _ in range(others)] + [freed], SIX, 1e-8)
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -162,7 +182,7 @@ def test_every_dtype(kernel: Any, dtype: torch.dtype) -> None:
     measured = kernel.reduce([tensor], SIX, 1e-8)
     assert measured.dtype is torch.float64
     assert measured.shape == (1, 6)
-    assert_same(measured[0].tolist(), numbers_of(tensor))
+    assert_same(measured[0].tolist(), numbers_of(tensor), tolerance=tolerance_of(kernel, tensor.dtype))
     assert_same(reference(np.array(numbers_of(tensor)), SIX), numbers_of(tensor))
 
 
@@ -171,7 +191,9 @@ def test_every_dtype(kernel: Any, dtype: torch.dtype) -> None:
 def test_every_layout(kernel: Any, layout: str, length: int) -> None:
     """A tensor's statistics do not depend on how it lies in memory, nor on how many pieces it is read in."""
     tensor = {**LAYOUTS, **SPARSE, **OTHER}[layout](random_numbers(length))
-    assert_same(kernel.reduce([tensor], SIX, 1e-8)[0].tolist(), numbers_of(tensor))
+    assert_same(
+        kernel.reduce([tensor], SIX, 1e-8)[0].tolist(), numbers_of(tensor), tolerance=tolerance_of(kernel, tensor.dtype)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int64, torch.bool, torch.complex64], ids=str)
@@ -179,7 +201,9 @@ def test_every_layout(kernel: Any, layout: str, length: int) -> None:
 def test_dtype_and_layout_together(kernel: Any, layout: str, dtype: torch.dtype) -> None:
     """Dtypes whose squares may overflow and those whose squares may not are right in layouts of several pieces."""
     tensor = {**LAYOUTS, **SPARSE}[layout](random_numbers(BIG, dtype=dtype))
-    assert_same(kernel.reduce([tensor], SIX, 1e-8)[0].tolist(), numbers_of(tensor))
+    assert_same(
+        kernel.reduce([tensor], SIX, 1e-8)[0].tolist(), numbers_of(tensor), tolerance=tolerance_of(kernel, tensor.dtype)
+    )
 
 
 @pytest.mark.parametrize(
@@ -221,9 +245,13 @@ def test_dtype_and_layout_together(kernel: Any, layout: str, dtype: torch.dtype)
 def test_extreme_numbers(kernel: Any, numbers: list[complex], dtype: torch.dtype) -> None:
     """NaN, infinities, overflow, underflow and minus zero have the statistics of exact arithmetic; the oracle agrees."""
     tensor = torch.tensor(numbers, dtype=dtype)
-    assert_same(kernel.reduce([tensor], SIX, 1e-8)[0].tolist(), numbers_of(tensor))
+    assert_same(
+        kernel.reduce([tensor], SIX, 1e-8)[0].tolist(), numbers_of(tensor), tolerance=tolerance_of(kernel, tensor.dtype)
+    )
     spread = torch.cat([tensor, tensor[:1].expand(PIECE)])  # the first number again, in pieces of its own
-    assert_same(kernel.reduce([spread], SIX, 1e-8)[0].tolist(), numbers_of(spread))
+    assert_same(
+        kernel.reduce([spread], SIX, 1e-8)[0].tolist(), numbers_of(spread), tolerance=tolerance_of(kernel, spread.dtype)
+    )
     array = tensor.float().numpy() if dtype in {torch.bfloat16, torch.float16} else tensor.numpy()
     assert_same(reference(array, SIX), numbers_of(tensor))
 
@@ -245,7 +273,8 @@ def test_values_of_reports(kernel: Any, tensor: Tensor, expected: dict[str, floa
     """Inputs on which similar tools were wrong have the right value, written here as a number."""
     measured = dict(zip((s.value for s in SIX), kernel.reduce([tensor], SIX, 1e-8)[0].tolist(), strict=True))
     for name, value in expected.items():
-        assert measured[name] == pytest.approx(value, rel=1e-13, nan_ok=True), name
+        tolerance = max(tolerance_of(kernel, tensor.dtype), 1e-13)
+        assert measured[name] == pytest.approx(value, rel=tolerance, nan_ok=True), name
 
 
 def test_sparse_gradient(kernel: Any) -> None:
@@ -288,7 +317,7 @@ def test_many_tensors(kernel: Any) -> None:
     measured = kernel.reduce(tensors, SIX, 1e-8)
     assert measured.shape == (5, 6)
     for line, tensor in zip(measured.tolist(), tensors, strict=True):
-        assert_same(line, numbers_of(tensor))
+        assert_same(line, numbers_of(tensor), tolerance=tolerance_of(kernel, tensor.dtype))
 
 
 def test_nothing_to_reduce(kernel: Any) -> None:
@@ -302,7 +331,12 @@ def test_nothing_to_reduce(kernel: Any) -> None:
 def test_eps(kernel: Any, dtype: torch.dtype, eps: float) -> None:
     """``zeros`` is the share of elements with a magnitude strictly below eps; NaN and the bound itself are none."""
     tensor = torch.cat([random_numbers(200, dtype=dtype), torch.tensor([0.5, -0.5]).to(dtype)])
-    assert_same(kernel.reduce([tensor], SIX, eps)[0].tolist(), numbers_of(tensor), eps)
+    assert_same(
+        kernel.reduce([tensor], SIX, eps)[0].tolist(),
+        numbers_of(tensor),
+        eps,
+        tolerance=tolerance_of(kernel, tensor.dtype),
+    )
 
 
 @pytest.mark.parametrize(
@@ -313,7 +347,11 @@ def test_divisor(kernel: Any, layout: str, divisor: Tensor) -> None:
     """With a divisor the statistics are those of the tensor divided by it: gradients of a scaled loss."""
     tensor = {**LAYOUTS, **SPARSE}[layout](random_numbers(BIG) * 1e-3)
     numbers = [number / float(divisor) for number in numbers_of(tensor)]
-    assert_same(kernel.reduce([tensor], SIX, 1e-8, divisor=divisor)[0].tolist(), numbers)
+    assert_same(
+        kernel.reduce([tensor], SIX, 1e-8, divisor=divisor)[0].tolist(),
+        numbers,
+        tolerance=tolerance_of(kernel, tensor.dtype),
+    )
 
 
 def test_divisor_moves_the_threshold(kernel: Any) -> None:
@@ -354,8 +392,12 @@ def test_inference_tensors(kernel: Any) -> None:
         tensor = random_numbers(BIG)[::2]
         inside = kernel.reduce([tensor], SIX, 1e-8)
         numbers = numbers_of(tensor)
-    assert_same(inside[0].tolist(), numbers)
-    assert_same(kernel.reduce([tensor], SIX, 1e-8, divisor=torch.tensor(1.0))[0].tolist(), numbers)
+    assert_same(inside[0].tolist(), numbers, tolerance=tolerance_of(kernel, tensor.dtype))
+    assert_same(
+        kernel.reduce([tensor], SIX, 1e-8, divisor=torch.tensor(1.0))[0].tolist(),
+        numbers,
+        tolerance=tolerance_of(kernel, tensor.dtype),
+    )
 
 
 def test_defaults_do_not_matter(kernel: Any) -> None:
@@ -375,7 +417,7 @@ def test_defaults_do_not_matter(kernel: Any) -> None:
         assert measured.dtype is torch.float64
         assert empty.device.type == "cpu"
         for line, numbers in zip(measured.tolist(), expected, strict=True):
-            assert_same(line, numbers)
+            assert_same(line, numbers, tolerance=tolerance_of(kernel, torch.float32))
 
 
 @pytest.mark.parametrize("name", ["float4_e2m1fn_x2", "int4", "uint3", "bits8", "bits16"])
@@ -399,8 +441,13 @@ def test_pieces_as_they_are(layout: str, monkeypatch: pytest.MonkeyPatch) -> Non
     """With the pieces of a real run, a tensor of several has the right statistics."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     tensor = {**LAYOUTS, **SPARSE}[layout](random_numbers(3 * eager.CPU_PIECE + 5))
-    for kernel in KERNELS:
-        assert_same(kernel().reduce([tensor], SIX, 1e-8)[0].tolist(), numbers_of(tensor))
+    for make in KERNELS:
+        kernel = make()
+        assert_same(
+            kernel.reduce([tensor], SIX, 1e-8)[0].tolist(),
+            numbers_of(tensor),
+            tolerance=tolerance_of(kernel, tensor.dtype),
+        )
 
 
 class _LargestTensor(TorchDispatchMode):

@@ -13,42 +13,28 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.mark.slow
-def test_step_cost(tmp_path: Path) -> None:
-    """A small run of the step benchmark compares msmon with the bare training, as a table and as JSON."""
-    small = ["--steps", "4", "--layers", "1", "--width", "32", "--json", str(tmp_path / "figures.json")]
+def test_report(tmp_path: Path) -> None:
+    """Every benchmark runs; each prints its table, the last one is that of the targets, and all figures are in one file."""
     environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "step_cost.py"), *small],
-        capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=300, check=False,
+        [sys.executable, str(BENCHMARKS / "report.py"), "--quick", "--json", str(tmp_path / "figures.json")],
+        capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "| msmon: gradients |" in done.stdout
-    assert json.loads((tmp_path / "figures.json").read_text())
-
-
-@pytest.mark.slow
-def test_startup(tmp_path: Path) -> None:
-    """A few pairs of the start-up benchmark give a difference and a ratio."""
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "startup.py"), "--pairs", "3"],
-        capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "ms" in done.stdout
-
-
-@pytest.mark.slow
-def test_kernels(tmp_path: Path) -> None:
-    """A small run of the kernel benchmark gives a table and JSON: every kernel against one pass."""
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "kernels.py"), "--quick", "--rounds", "1", "--json", "figures.json"],
-        capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}, cwd=tmp_path, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "| float32 | 1,000 x 1,000 |" in done.stdout
     figures = json.loads((tmp_path / "figures.json").read_text())
-    assert set(figures["results"][0]["to_pass"]) == {"compiled", "numpy", "eager"}
-    assert figures["versions"]["llvmlite"]
+    assert figures["machine"]["cores"]
+    assert figures["startup"]["difference_ms"]
+    assert set(figures["kernels"]["results"][0]["to_pass"]) == {"compiled", "numpy", "eager"}
+    assert figures["kernels"]["versions"]["llvmlite"]
+    rows = figures["many"]["variants"]["msmon: all"]["rows"]
+    assert rows > 8000
+    assert figures["many"]["variants"]["msmon: idle"]["rows"] == 0
+    growth = figures["growth"]["results"]
+    assert growth["tensors x 10"]["rows_a_step"] > 9 * growth["base"]["rows_a_step"]
+    tables = [line for line in done.stdout.splitlines() if line.startswith("|---")]
+    assert len(tables) == 6
+    for line in ("| float32 | 1,000 x 1,000 |", "| msmon: gradients |", "| ranks x 4 |", "| step to bare, gradients |"):
+        assert line in done.stdout
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from dataclasses import dataclass
@@ -9,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from conftest import MSMON
 
-from msmon.offline.reader import kinds
+from msmon.offline.reader import kinds, read_kind
 
 if TYPE_CHECKING:
     from conftest import Runner
@@ -56,6 +58,7 @@ TRAININGS = [
         learned="distance",
         models=("Generator", "Discriminator"),
     ),
+    Example("trainer", "--steps 30 --width 32 --depth 1 --length 32", GRADIENTS | MOMENTS | ACTIVATIONS, falls_to=0.8),
     Example("vae", "--steps 80 --width 64", GRADIENTS | MOMENTS | ACTIVATIONS, falls_to=0.7),
 ]
 
@@ -85,6 +88,34 @@ def test_gpt_in_two_processes(runner: Runner) -> None:
     assert shown.returncode == 0, shown.stderr
     assert "grad_unreduced_0-99.csv" in shown.stdout
     assert "blocks.1.attention.output" in shown.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("folder", "sizes", "kinds_there"),
+    [
+        ("fsdp", ["--steps", "40", "--width", "32", "--depth", "1"], GRADIENTS | WEIGHTS | MOMENTS),
+        ("pipeline", ["--steps", "60"], GRADIENTS | MOMENTS | ACTIVATIONS),
+    ],
+)
+def test_in_parts(runner: Runner, folder: str, sizes: list[str], kinds_there: set[str]) -> None:
+    """Two processes with a part each train as without msmon, and every step of both is on record."""
+    script = runner.write((EXAMPLES / folder / "train.py").read_text())
+    bare = runner.bare(script, *sizes, ranks=2)
+    options = ["--config", str(EXAMPLES / folder / "monitor.json")]
+    watched = runner.monitored(script, *sizes, ranks=2, options=options)
+    assert watched.returncode == 0, watched.stderr
+    assert figures(watched.stdout) == figures(bare.stdout)
+    assert figures(watched.stdout)[-1] < 0.7 * figures(watched.stdout)[0]
+    for rank in (0, 1):
+        (directory,) = watched.directories(rank)
+        assert set(kinds(directory)) == kinds_there
+        assert {row.step for row in watched.rows("grad_reduced", rank)} == set(range(int(sizes[1])))
+    if folder == "fsdp":
+        merged = runner.call([MSMON, "merge", str(watched.output)])
+        assert merged.returncode == 0, merged.stderr
+        rows = read_kind(Path(merged.stdout.strip()), "grad_reduced")
+        assert {tuple(json.loads(str(row.values["shape"]))) for row in rows if row.name == "head.weight"} == {(256, 32)}
 
 
 @pytest.mark.slow
@@ -133,7 +164,7 @@ def test_training(runner: Runner, example: Example) -> None:
         assert rows >= {(name, step) for name in names for step in steps[first:]}, kind
 
 
-@pytest.mark.parametrize("folder", ["gpt", *(example.folder for example in TRAININGS)])
+@pytest.mark.parametrize("folder", ["fsdp", "gpt", "pipeline", *(example.folder for example in TRAININGS)])
 def test_the_training_script_knows_nothing_of_msmon(folder: str) -> None:
     """An example's training script does not mention msmon."""
     assert "msmon" not in (EXAMPLES / folder / "train.py").read_text().lower()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -19,7 +20,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "Zero1": {"stage": 1},
     "Zero2": {"stage": 2},
     "Zero3": {"stage": 3},
+    "Zero2Offload": {"stage": 2, "zero": {"offload_optimizer": {"device": "cpu"}}},
+    "Zero3Offload": {"stage": 3, "zero": {"offload_optimizer": {"device": "cpu"}}},
+    "Zero3Groups": {"stage": 3, "zero": {"sub_group_size": 20}},
+    "Zero1Frozen": {"stage": 1},
+    "Zero3Frozen": {"stage": 3},
     "Zero0Bf16": {"stage": 0, "bf16": {"enabled": True}},
+    "Zero0Fused": {"stage": 0, "bf16": {"enabled": True}},
     "Zero1Bf16": {"stage": 1, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
     "Zero2Fp16": {"stage": 2, "fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}},
     "Zero3Fp16": {"stage": 3, "fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}},
@@ -28,19 +35,21 @@ OVERFLOWS = 1
 """The step whose loss is not finite, where DeepSpeed scales it."""
 
 
-def start(model: torch.nn.Module, *, stage: int, micro_batches: int = 2, **settings: Any) -> Any:
+def start(
+    model: torch.nn.Module, *, stage: int, zero: dict[str, Any] | None = None, micro_batches: int = 2, **settings: Any
+) -> Any:
     """An engine around the model and an optimizer with two param groups."""
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     config = {
         "train_micro_batch_size_per_gpu": 8,
         "gradient_accumulation_steps": micro_batches,
         "gradient_clipping": CLIP,
-        "zero_optimization": zero,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **(zero or {})},
+        "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
         **settings,
     }
     first = list(model.first.parameters())
-    rest = [p for name, p in model.named_parameters() if not name.startswith("first.")]
+    rest = [p for name, p in model.named_parameters() if not name.startswith("first.") and p.requires_grad]
     optimizer = adam([{"params": first}, {"params": rest, "weight_decay": 0.1}])
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     return engine
@@ -53,7 +62,13 @@ def train(name: str, settings: dict[str, Any]) -> str:
         The bits of this rank's losses and of the whole weights.
     """
     torch.manual_seed(3)
-    engine = start(type(name, (Model,), {})(), **settings)
+    model = type(name, (Model,), {})()
+    model.blocks[0].inner.requires_grad_(not name.endswith("Frozen"))
+    fused = deepspeed.runtime.engine.FusedAdam
+    deepspeed.runtime.engine.FusedAdam = torch.optim.AdamW if name == "Zero0Fused" else fused  # its own is compiled
+    engine = start(model, **settings)
+    deepspeed.runtime.engine.FusedAdam = fused
+    assert name != "Zero0Fused" or type(engine.optimizer).__name__ == "FP16_Optimizer"
     dtype = next(engine.parameters()).dtype
     losses = []
     for step in range(3):
@@ -64,6 +79,25 @@ def train(name: str, settings: dict[str, Any]) -> str:
             engine.step()
     weights = [deepspeed.utils.safe_get_full_fp32_param(p) for p in engine.module.parameters()]
     return fingerprint(*losses, *[weight for weight in weights if weight is not None])
+
+
+def interrupted() -> str:
+    """Ctrl-C inside the second step, which the script survives."""
+    engine = start(type("Interrupted", (Model,), {})(), stage=0, bf16={"enabled": True}, micro_batches=1)
+    steps = []
+
+    def interrupt(*unused: Any) -> None:
+        steps.append(len(steps))
+        if steps[-1] == 1:
+            raise KeyboardInterrupt
+
+    engine.optimizer.optimizer.register_step_pre_hook(interrupt)
+    for step in range(4):
+        with contextlib.suppress(KeyboardInterrupt):
+            engine.backward(loss_of(engine(data(step, 0, RANK).bfloat16())))
+            engine.step()
+        engine.optimizer.zero_grad()
+    return fingerprint(*engine.module.parameters())
 
 
 def truth(stage: int) -> dict[str, dict[tuple[str, int], torch.Tensor]]:
@@ -89,8 +123,17 @@ def truth(stage: int) -> dict[str, dict[tuple[str, int], torch.Tensor]]:
         for entry in ("exp_avg", "exp_avg_sq") if step else ():
             note(entry, step, {key: optimizer.state[p][entry] for key, p in twin.named_parameters()})
         optimizer.step()
+        note("update", step, {key: update(optimizer.state[p]) for key, p in twin.named_parameters()})
         note("param_updated", step, dict(twin.named_parameters()))
     return found
+
+
+def update(state: dict[str, Any]) -> torch.Tensor:
+    """Adam's update of the step just taken, before the learning rate."""
+    first, second = (
+        state[key] / (1 - beta ** state["step"]) for key, beta in (("exp_avg", 0.9), ("exp_avg_sq", 0.999))
+    )
+    return first / (second.sqrt() + 1e-8)
 
 
 def through_calls() -> str:
@@ -122,7 +165,7 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["calls"]:
         told = {"calls": through_calls()}
     else:
-        told = {name: train(name, settings) for name, settings in SETTINGS.items()}
+        told = {name: train(name, settings) for name, settings in SETTINGS.items()} | {"Interrupted": interrupted()}
     torch.save({"told": told, "true": true}, os.environ["TRUTH"] + str(RANK))
     dist.barrier()
     dist.destroy_process_group()

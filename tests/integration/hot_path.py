@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import gc
 import json
+import math
 import os
 import sys
 import threading
@@ -17,6 +18,7 @@ from truth import batch, net
 
 from msmon.backends.pytorch import devices
 from msmon.pytorch import TrainerMon
+from msmon.runtime.writer import Writer
 
 
 class Counting(TorchDispatchMode):
@@ -107,10 +109,74 @@ def count_waits() -> dict[str, Any]:
     return {"copies": copies, "waits": waits, "threads": threads}
 
 
+def count_reads() -> dict[str, Any]:
+    """Of one collected step with everything: elements that kernels read, elements of all rows, and tensors read twice."""
+    model, optimizer = model_and_optimizer()
+    monitor = watched(model, optimizer, xy_distribution=True, all_xy=True)
+    session: Any = monitor._session
+    elements: list[int] = []
+    read: list[tuple[int, int]] = []
+    reduce, write = session._kernel.reduce, Writer._write
+    rows: list[Any] = []
+    alive: list[Any] = []  # so that no address comes up again
+
+    def counted(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        elements.extend(tensor.numel() for tensor in tensors)
+        read.extend((id(tensor), tensor._version) for tensor in tensors)
+        alive.extend(tensors)
+        return reduce(tensors, *args, **kwargs)
+
+    def noted(writer: Any, table: Any) -> None:
+        rows.extend(table.rows)
+        write(writer, table)
+
+    one_step(model, optimizer)
+    one_step(model, optimizer, 1)
+    session._kernel.reduce, Writer._write = counted, noted  # type: ignore[method-assign]
+    rows.clear()
+    one_step(model, optimizer, 2)
+    session._kernel.reduce = reduce
+    monitor.close()
+    Writer._write = write  # type: ignore[method-assign]
+    of_step = [row for row in rows if row.kind != "actv"]
+    forward = [row for row in rows if row.kind == "actv"]
+    return {
+        "read": sum(elements),
+        "rows": sum(math.prod(row.shape) for row in of_step),
+        "forward": sum(math.prod(row.shape) for row in forward),
+        "repeated": [count for count in collections.Counter(read).values() if count > 2],
+    }
+
+
+def count_calls() -> dict[str, dict[str, int]]:
+    """Functions of msmon that a step calls, and how often: not collected, and when collection is over."""
+    found = {}
+    for name, config in {"not collected": {"start_step": 100}, "finished": {"collect_times": 1}}.items():
+        model, optimizer = model_and_optimizer()
+        monitor = watched(model, optimizer, xy_distribution=True, all_xy=True, **config)
+        for step in range(3):
+            one_step(model, optimizer, step)
+        calls: collections.Counter[str] = collections.Counter()
+
+        def note(frame: Any, event: str, _arg: Any, calls: collections.Counter[str] = calls) -> None:
+            if event == "call" and "/msmon/" in frame.f_code.co_filename:
+                calls[frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name] += 1
+
+        inputs = batch(3)
+        sys.setprofile(note)
+        model(inputs).pow(2).mean().backward()
+        sys.setprofile(None)
+        found[name] = dict(calls)
+        optimizer.zero_grad()
+        monitor.close()
+    found["tensors"] = {"parameters": len(list(model.parameters())), "modules": len(list(model.modules()))}
+    return found
+
+
 def grow() -> dict[str, Any]:
     """Objects, threads and memory after 1000 and after 10,000 collected steps."""
     model, optimizer = model_and_optimizer()
-    monitor = watched(model, optimizer, step_count_per_record=1000)
+    monitor = watched(model, optimizer, xy_distribution=True, all_xy=True, step_count_per_record=1000)
     sizes = []
     for step in range(10_000):
         one_step(model, optimizer, step % 7)

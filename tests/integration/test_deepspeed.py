@@ -19,10 +19,16 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deepspeed")]
 STAGES = [0, 1, 2, 3]
-WHOLE_IN_FLOAT32 = {f"Zero{stage}": stage for stage in STAGES}
-ALL = [*WHOLE_IN_FLOAT32, "Zero0Bf16", "Zero1Bf16", "Zero2Fp16", "Zero3Fp16"]
+WHOLE_IN_FLOAT32 = {
+    **{f"Zero{stage}": stage for stage in STAGES},
+    "Zero2Offload": 2,
+    "Zero3Offload": 3,
+    "Zero3Groups": 3,
+}
+LOW = ["Zero0Bf16", "Zero0Fused", "Zero1Bf16", "Zero2Fp16"]
+ALL = [*WHOLE_IN_FLOAT32, "Zero1Frozen", "Zero3Frozen", *LOW, "Zero3Fp16", "Interrupted"]
 TAPS = {
-    "ops": [*EVERYTHING["ops"], "dtype"],
+    "ops": [*EVERYTHING["ops"], "dtype", "shape"],
     "xy_distribution": True,
     "all_xy": True,
     "mg_direction": True,
@@ -77,11 +83,10 @@ class Engines(NamedTuple):
 
 def run(runner: Runner, *args: str, config: dict[str, Any] | None = None) -> Engines:
     script = HERE / "engines.py"
-    environment = {"DS_ACCELERATOR": "cpu"}
     if config is None:
-        finished = runner.bare(script, *args, ranks=2, **environment)
+        finished = runner.bare(script, *args, ranks=2)
     else:
-        finished = runner.monitored(script, *args, ranks=2, config=config, **environment)
+        finished = runner.monitored(script, *args, ranks=2, config=config)
     assert finished.returncode == 0, finished.stderr[-3000:]
     return Engines(finished, [torch.load(runner.folder / f"truth.json{rank}") for rank in range(2)])
 
@@ -93,7 +98,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Engines:
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Engines:
-    return run(integration_runner(tmp_path_factory.mktemp("watched")), config=EVERYTHING)
+    return run(integration_runner(tmp_path_factory.mktemp("watched")), config={**EVERYTHING, "ur_distribution": True})
 
 
 @pytest.fixture(scope="module")
@@ -126,10 +131,10 @@ def test_rows_of_each_rank(watched: Engines, label: str, stage: int) -> None:
             assert rows.keys() == expected.keys(), kind
             for key, tensor in expected.items():
                 assert_close(rows[key], tensor, (rank, kind, *key))
-    for line in watched.finished.steps():
-        assert line["complete"] == "1"
-        if line["model"] == label:
-            assert line["micro_steps"] == "2"
+    lines = [line for line in watched.finished.steps() if line["model"] == label]
+    assert [(line["step"], line["micro_steps"], line["complete"]) for line in lines] == [
+        (str(step), "2", "1") for step in range(3)
+    ]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -148,6 +153,37 @@ def test_parts_make_the_whole(watched: Engines, stage: int) -> None:
     assert (model["adapter"], model["zero_stage"], model["wrappers"]) == ("deepspeed", [stage], ["DeepSpeedEngine"])
 
 
+@pytest.mark.parametrize("label", ["Zero2", "Zero3"])
+def test_each_micro_batch(everything: Engines, label: str) -> None:
+    """Where only the reduced sum is kept, a micro-batch has its own gradient, not the sum so far."""
+    for rank, known in enumerate(everything.ranks):
+        true = known["true"][2]["grad_unreduced"]
+        rows = [row for row in everything.finished.rows("grad_unreduced", rank) if row.name.startswith(f"{label}.")]
+        assert {row.micro_step for row in rows} == {0, 1}
+        last = {(row.name.removeprefix(f"{label}."), row.step): row.values for row in rows if row.micro_step == 1}
+        assert last.keys() == true.keys()
+        for key, tensor in true.items():
+            assert_close(last[key], tensor, (rank, *key))
+
+
+@pytest.mark.parametrize("label", ["Zero1Frozen", "Zero3Frozen"])
+def test_frozen_weights(watched: Engines, label: str) -> None:
+    """They have rows of weights, of what this rank stores of them, and no others."""
+    before = watched.ranks[0]["true"][1]["param_origin"]["blocks.0.inner.weight", 0]
+    for rank in range(2):
+        place = watched.places(rank, label)[f"{label}.blocks.0.inner.weight"]
+        assert not place["trainable"]
+        start = place.get("flat_offset", 0)
+        part = before.flatten()[start : start + math.prod(place["shape"])]
+        assert part.numel() == (15 if label == "Zero1Frozen" else (8, 7)[rank])
+        for step in range(3):
+            assert_close(watched.rows(rank, "param_origin", label)["blocks.0.inner.weight", step], part, (rank, step))
+        for kind in ("grad_unreduced", "grad_reduced", "exp_avg", "update"):
+            names = {name for name, _ in watched.rows(rank, kind, label)}
+            assert names
+            assert "blocks.0.inner.weight" not in names
+
+
 @pytest.mark.parametrize("label", ALL)
 def test_same_bits(bare: Engines, everything: Engines, label: str) -> None:
     """With every tap on, losses and weights are equal to the bit."""
@@ -164,13 +200,18 @@ def test_nothing_is_switched_off(everything: Engines) -> None:
         assert set(ALL) <= seen, kind
 
 
-@pytest.mark.parametrize("label", ["Zero0Bf16", "Zero1Bf16", "Zero2Fp16"])
+@pytest.mark.parametrize("label", LOW)
 def test_masters_of_low_precision(everything: Engines, label: str) -> None:
     """Before reduction gradients have the dtype of the model; what the optimizer has is float32."""
     low = {"torch.float16" if label.endswith("Fp16") else "torch.bfloat16"}
     for kind, dtypes in ({"grad_unreduced": low} | {key: {"torch.float32"} for key in PARTS}).items():
         rows = [row for row in everything.finished.rows(kind) if row.name.startswith(f"{label}.")]
         assert {row.values["dtype"] for row in rows} == dtypes, kind
+    parts = [everything.rows(rank, "grad_reduced", label) for rank in range(1 if label.startswith("Zero0") else 2)]
+    assert norm(*parts) == pytest.approx(norm(everything.ranks[0]["true"][0]["grad_reduced"]), rel=0.02)
+    if label.startswith("Zero0"):
+        assert everything.places(0, label)[f"{label}.first.weight"]["shape"] == [3, 4]
+        assert {row.values["shape"] for row in rows if row.name == f"{label}.first.weight"} == {"[3, 4]"}
 
 
 @pytest.mark.parametrize("label", ["Zero2Fp16", "Zero3Fp16"])
@@ -190,6 +231,19 @@ def test_scaled_loss(watched: Engines, label: str) -> None:
     assert norm(reduced, watched.rows(1, "grad_reduced", label)) == pytest.approx(norm(true), rel=0.02)
 
 
+def test_interrupted_step(watched: Engines) -> None:
+    """A step that an exception leaves stays as far as it came, and the next ones are as usual."""
+    lines = [line for line in watched.finished.steps() if line["model"] == "Interrupted"]
+    assert [(line["step"], line["complete"], line["micro_steps"]) for line in lines] == [
+        ("0", "1", "1"),
+        ("1", "0", "1"),
+        ("2", "1", "1"),
+        ("3", "1", "1"),
+    ]
+    assert {step for _, step in watched.rows(0, "grad_reduced", "Interrupted")} == {0, 1, 2, 3}
+    assert {step for _, step in watched.rows(0, "param_updated", "Interrupted")} == {0, 2, 3}
+
+
 def norm(*rows: dict[tuple[str, int], Any]) -> float:
     """Of all tensors of the first step together."""
     first = [value for tensors in rows for (_, step), value in tensors.items() if step == 0]
@@ -201,7 +255,7 @@ def test_calls(tmp_path: Path) -> None:
     runner = integration_runner(tmp_path)
     runner.write_config(**EVERYTHING)
     script = HERE / "engines.py"
-    finished = runner.bare(script, "calls", ranks=2, DS_ACCELERATOR="cpu", MONITOR_OUTPUT_DIR=str(runner.output))
+    finished = runner.bare(script, "calls", ranks=2, MONITOR_OUTPUT_DIR=str(runner.output))
     assert finished.returncode == 0, finished.stderr[-3000:]
     for rank in range(2):
         known = torch.load(runner.folder / f"truth.json{rank}")
@@ -219,7 +273,7 @@ def test_another_version_is_said(tmp_path: Path) -> None:
     runner = integration_runner(tmp_path)
     script = runner.write(OTHER_VERSION)
     alone, seen = (
-        call(script, ranks=1, DS_ACCELERATOR="cpu", **options)
+        call(script, ranks=1, **options)
         for call, options in ((runner.bare, {}), (runner.monitored, {"options": ["--gradients"]}))
     )
     assert seen.returncode == alone.returncode == 0, seen.stderr[-3000:]

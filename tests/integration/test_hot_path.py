@@ -20,7 +20,7 @@ HOST = {"aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::is_nonz
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Finished]:
     runner = integration_runner(tmp_path_factory.mktemp("hot_path"))
-    done = run(runner, "count_operators", "count_waits", "faults")
+    done = run(runner, "count_operators", "count_waits", "count_reads", "count_calls", "faults")
     return json.loads((runner.folder / "truth.json").read_text()), done
 
 
@@ -53,6 +53,26 @@ def test_one_packed_copy_a_step_and_one_writer_thread(counted: tuple[dict[str, A
     assert sorted(waits["threads"]) == ["msmon-signals", "msmon-writer"]
 
 
+def test_each_tensor_is_read_once_a_row(counted: tuple[dict[str, Any], Finished]) -> None:
+    """Kernels read no more than the rows are about, and a tensor that modules hand on only once."""
+    reads = counted[0]["count_reads"]
+    assert reads["rows"] < reads["read"] < reads["rows"] + reads["forward"]
+    assert reads["repeated"] == []
+
+
+def test_steps_that_are_not_collected_test_a_flag(counted: tuple[dict[str, Any], Finished]) -> None:
+    """In a step that is not collected hooks ask whether it is, and nothing else; when collection is over there are none."""
+    calls = counted[0]["count_calls"]
+    parameters, modules = calls["tensors"]["parameters"], calls["tensors"]["modules"]
+    often = {name for name, count in calls["not collected"].items() if count > 2}  # more than what a pass costs
+    flags = {name for name in often if name.endswith("<lambda>")}
+    hooks = {name.rpartition(".")[2] for name in often - flags}
+    assert hooks == {"after_accumulation", "__call__", "_begins", "_ends"}
+    assert sum(calls["not collected"][name] for name in flags) == parameters + modules
+    assert max(calls["finished"].values()) <= 2
+    assert hooks.isdisjoint(name.rpartition(".")[2] for name in calls["finished"])
+
+
 def test_fault_is_said_once_and_training_goes_on(counted: tuple[dict[str, Any], Finished]) -> None:
     """A kernel that raises switches each tap off with one line; the weights are those of the healthy run."""
     faults, done = counted
@@ -71,39 +91,3 @@ def test_nothing_grows(runner: Runner) -> None:
     assert threads_after == threads
     assert objects_after - objects < 500
     assert resident_after - resident < 8
-
-
-NPU = """
-    import json, os, threading
-    import torch
-    import fake_npu
-
-    torch.manual_seed(0)
-    mode = fake_npu.install()
-    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)).to("npu")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
-    inputs = torch.randn(8, 4).to("npu")
-    main = threading.get_ident()
-    seen = []
-    for step in range(3):
-        fake_npu.SYNCHRONISED.clear()
-        optimizer.zero_grad()
-        model(inputs).pow(2).mean().backward()
-        optimizer.step()
-        seen.append([what for thread, what in fake_npu.SYNCHRONISED if thread == main])
-    print(json.dumps(seen))
-"""
-
-
-def test_npu_is_not_waited_for(runner: Runner) -> None:
-    """On a device 'npu', a monitored step brings nothing to the host on the training thread that a bare step does not."""
-    script = runner.write(NPU)
-    bare = runner.bare(script)
-    assert bare.returncode == 0, bare.stderr
-    done = runner.monitored(
-        script, config={"wg_distribution": True, "param_distribution": True, "mv_distribution": True}
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == json.loads(bare.stdout)
-    assert {row.step for row in done.rows("grad_reduced")} == {0, 1, 2}
-    assert all(row["norm"] > 0 for row in done.rows("exp_avg"))

@@ -225,6 +225,39 @@ def test_patches_leave_no_trace(adapter: fsdp1.Fsdp1Adapter | fsdp2.Fsdp2Adapter
     assert after == before
 
 
+LIBRARY = """
+    import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from msmon.pytorch import TrainerMon
+
+    torch.distributed.init_process_group("gloo")
+    model = FullyShardedDataParallel(torch.nn.Linear(3, 1), device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = TrainerMon("monitor.json", params_have_main_grad=False)
+    monitor.set_monitor(model, 1, optimizer)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    monitor.close()
+    torch.distributed.destroy_process_group()
+"""
+
+
+def test_library(tmp_path: Path) -> None:
+    """With the calls in the script, where nobody has seen its modules being made, FSDP1 is known all the same."""
+    runner = integration_runner(tmp_path)
+    runner.write_config(wg_distribution=True, ops=["norm", "shape"])
+    finished = runner.bare(runner.write(LIBRARY), ranks=2, MONITOR_OUTPUT_DIR=str(runner.output))
+    assert finished.returncode == 0, finished.stderr
+    for rank in (0, 1):
+        rows = {(row.name.rpartition(".")[2], row.step): row for row in finished.rows("grad_unreduced", rank)}
+        assert {key: row.values["shape"] for key, row in rows.items()} == {
+            (name, step): shape for name, shape in (("weight", "[1, 3]"), ("bias", "[1]")) for step in (0, 1)
+        }
+        assert finished.run_file(rank)["models"][0]["adapter"] == "fsdp1"
+
+
 @pytest.mark.parametrize("adapter", [fsdp1.Fsdp1Adapter, fsdp2.Fsdp2Adapter])
 def test_not_in_use(adapter: type[fsdp1.Fsdp1Adapter | fsdp2.Fsdp2Adapter]) -> None:
     """A plain model is no matter of theirs, and nothing is said."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msmon.offline.reader import read_kind, read_steps
 from msmon.record.table import Row
 from msmon.sinks.base import RecordedStep
-from msmon.sinks.csv import CsvSink, format_number
+from msmon.sinks.csv import CsvSink, format_number, round_numbers
 
 awkward = st.text(
     st.characters(categories=None) | st.sampled_from(list(',"\n\r\t \x0b\x0c\x1c\x85\u2028层=@\ud800')), max_size=12
@@ -65,3 +65,18 @@ def test_numbers_stay_visible(value: float, ndigits: int) -> None:
     assert abs(written - value) <= 0.5 * 10.0**-ndigits * (1 + 1e-9) + abs(value) * 1e-15 or (
         abs(written - value) <= 0.5 * 10.0 ** (1 - max(ndigits, 1)) * abs(value) * (1 + 1e-9) + 5e-324
     )
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    values=st.lists(
+        st.floats() | st.floats(-10, 10) | st.integers(-(10**9), 10**9).map(lambda n: n / 2e6), max_size=20
+    ),
+    ndigits=st.integers(0, 30),
+)
+@example(values=[2.675, 0.5, 1.5, -0.0, 1e22, 4.5035996e9, 5e-7, -5e-7, 4.9e-7, 5e-324], ndigits=6)
+@example(values=[2.675, 0.285, 1.005, 1e15], ndigits=2)
+def test_numbers_of_a_step(values: list[float], ndigits: int) -> None:
+    """All numbers of a step at once are rounded as each alone is."""
+    rounded = round_numbers(np.array(values, dtype=np.float64), ndigits)
+    assert [repr(value) for value in rounded.tolist()] == [format_number(value, ndigits) for value in values]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from contract.plain_statistics import assert_same, plain_statistics
-from contract.test_kernels import KERNELS, SIX, numbers_of
+from contract.test_kernels import KERNELS, SIX, numbers_of, tolerance_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,9 +60,10 @@ def test_statistics(kernel: Any, tensor: torch.Tensor, eps: float, piece: int) -
         patch.setattr("msmon.backends.pytorch.kernels.eager.CPU_PIECE", piece)
         patch.setattr("msmon.backends.pytorch.kernels.host.PIECE", piece)
         patch.setattr("msmon.backends.pytorch.kernels.fused.BLOCK", piece)
-        patch.setattr("msmon.backends.pytorch.kernels.fused.SHARE", 2 * piece)
-        measured = kernel().reduce([tensor], SIX, eps)[0].tolist()
-    assert_same(measured, numbers_of(tensor), eps)
+        patch.setattr("msmon.backends.pytorch.kernels.fused.SHARED", 2 * piece)
+        used = kernel()
+        measured = used.reduce([tensor], SIX, eps)[0].tolist()
+    assert_same(measured, numbers_of(tensor), eps, tolerance=tolerance_of(used, tensor.dtype))
 
 
 @settings(max_examples=300, deadline=None)

@@ -43,6 +43,7 @@ def msmon(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]
         [],
         ["analyse"],
         ["csv2tb"],
+        ["doctor"],
         ["merge"],
         ["print-struct"],
         ["run"],
@@ -425,7 +426,7 @@ def test_the_zsh_script_completes_when_it_is_autoloaded() -> None:
         (["msmon", "ru"], {"run"}),
         (
             ["msmon", ""],
-            {"analyse", "csv2tb", "merge", "off", "on", "print-struct", "run", "status", "validate-config"},
+            {"analyse", "csv2tb", "doctor", "merge", "off", "on", "print-struct", "run", "status", "validate-config"},
         ),
         (["msmon", "run", "--opt"], {"--optimizer-state"}),
         (["msmon", "validate-config", "--"], {"--schema", "--explain", "--json", "--help"}),

@@ -281,6 +281,8 @@ def run(  # noqa: PLR0917 - Typer calls it by name
         checked = parse_config(options)
     if config is not None:
         checked = parse_config({**read_document(config), **options}, source=str(config))
+    if dynamic and config is None:
+        raise typer.BadParameter("needs a file to follow: name one with --config", param_hint="--dynamic")
     environment, notes = launch.prepare_environment(
         checked,
         command,
@@ -289,12 +291,9 @@ def run(  # noqa: PLR0917 - Typer calls it by name
         options=options,
         grad_acc_steps=grad_acc_steps,
         alerts=extra,
+        dynamic=dynamic,
     )
-    if dynamic:
-        if config is None:
-            raise typer.BadParameter("needs a file to follow: name one with --config", param_hint="--dynamic")
-        environment[env.DYNAMIC] = "True"
-    elif config is None and env.dynamic_requested():
+    if config is None and env.dynamic_requested():
         notes.append(f"{env.DYNAMIC} is set, and there is no file to follow: name one with --config")
     if checked.forward_only and checked.backward_only:
         notes.append("forward_only and backward_only are both on: no activations will be recorded")

@@ -15,7 +15,7 @@ import torch
 import torch.utils.checkpoint
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from msmon.backends.pytorch import dynamo
+from msmon.backends.pytorch import devices, dynamo
 from msmon.backends.pytorch.adapters import deepspeed, megatron, pipelining
 from msmon.backends.pytorch.module_hook import without_hooks
 from msmon.bootstrap import discovery
@@ -159,18 +159,18 @@ def _install() -> None:
     _ledger.patch(torch.autograd, "backward", _wrap_backward)
     _ledger.patch(torch.utils.checkpoint.CheckpointFunction, "apply", _wrap_checkpoint)
     _ledger.patch(torch.jit._recursive, "get_hook_stubs", _wrap_script_hooks)  # noqa: SLF001 - torch has no public place
-    _ledger.patch(torch.cuda, "make_graphed_callables", _wrap_graphing)
+    for module in devices.graph_makers():
+        _ledger.patch(module, "make_graphed_callables", _wrap_graphing)
     _ledger.patch(torch.nn.Module, "train", _wrap_train)
     _ledger.patch(torch.optim.Optimizer, "zero_grad", _wrap_zero_grad)
     _ledger.patch(torch.nn.Module, "zero_grad", _wrap_zero_grad)
-    for scaler in _scaler_classes():
-        _ledger.patch(scaler, "step", _wrap_scaler_step)
+    _ledger.patch(_scaler_class(), "step", _wrap_scaler_step)
 
 
-def _scaler_classes() -> list[type]:
-    """``torch.amp.GradScaler``; before torch 2.3 there was only the one for CUDA."""
-    scaler = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
-    return [scaler]
+def _scaler_class() -> type:
+    """``torch.amp.GradScaler``; before torch 2.3 there was only the one for CUDA. torch_npu's inherits its ``step``."""
+    scaler: type = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
+    return scaler
 
 
 def _wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:

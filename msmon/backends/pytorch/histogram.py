@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from msmon.backends.pytorch.devices import accumulation_dtype
+from msmon.backends.pytorch.devices import accumulation_dtype, send
 from msmon.backends.pytorch.kernels.layouts import flat_pieces
 from msmon.stats.histogram import BINS, EDGES
 
@@ -52,5 +52,5 @@ class Histogram:
     def _edges_on(self, tensor: Tensor) -> Tensor:
         key = tensor.device, torch.float64 if tensor.dtype == torch.float64 else torch.float32
         if key not in self._edges:
-            self._edges[key] = torch.tensor(EDGES, dtype=key[1], device=tensor.device)
+            self._edges[key] = send(torch.tensor(EDGES, dtype=key[1], device="cpu"), tensor.device)
         return self._edges[key]

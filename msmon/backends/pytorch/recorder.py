@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 from msmon.backends.pytorch.devices import Arriving, accumulation_dtype
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
 def describe(kind: str, name: str, stage: int, tensor: Tensor, micro_step: int | None = None) -> Row:
     """The row of a tensor, without its numbers."""
     shape = () if tensor.is_nested else tuple(tensor.shape)  # a nested tensor has no one size
-    return Row(kind, name, stage, micro_step, shape, str(tensor.dtype))
+    return Row(kind, name, stage, micro_step, shape, _dtype_name(tensor.dtype))
+
+
+_dtype_name = functools.cache(str)
 
 
 class StepRecorder:

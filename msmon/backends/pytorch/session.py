@@ -277,6 +277,8 @@ class Session:
             grad_acc_steps: Micro-batches a step; ``None`` counts backward passes.
             main_grad: Read ``main_grad`` where a parameter has one.
         """
+        for part in (part for model in models for part in model.modules()):
+            discovery.note_module(part)  # in a script that calls us, nobody has noted them
         events.follow_frameworks()
         watch = Watch(
             self.config,
@@ -338,6 +340,7 @@ class Session:
 
     def _backward_begins(self) -> None:
         self._leave_abandoned_steps()
+        self._leave_abandoned_engine_step()
         if self._on_training is not None:
             self._on_training(None)
         if self.watches and self.place is None:
@@ -388,7 +391,7 @@ class Session:
     def _find_new(self, optimizer: Optimizer) -> Watch | None:
         """The watched model that an optimizer trains, which may become one only now."""
         if capturing():
-            log.say("a CUDA graph is being captured: steps inside it are not recorded", once="capturing")
+            log.say("a graph of the device is being captured: steps inside it are not recorded", once="capturing")
             return None
         watch = self.find(optimizer)
         if watch is None and self._on_training is not None and not deepspeed.in_construction():
@@ -411,31 +414,35 @@ class Session:
     def _engine_step_begins(self, find: Callable[[], StepUnderWay | None]) -> None:
         found = find()
         self._leave_abandoned_steps()
+        self._leave_abandoned_engine_step()
         watch = None if found is None else self._find_new(found.optimizer)
         if found is None or watch is None:
             return
         self._training_step_begins()
+        self._engine_step = _EngineStep(found.optimizer, watch)
         watch.step_begins(found.optimizer, watch.wrapped_by(found.optimizer), backward_done=True)
         scale = found.loss_scale
-        if watch.collecting and isinstance(scale, torch.Tensor):
-            self._scales[id(found.optimizer)] = scale.clone()
-        elif watch.collecting and scale != 1:
-            self._scales[id(found.optimizer)] = torch.tensor(scale)
-        self._engine_step = _EngineStep(found.optimizer, watch)
+        if isinstance(scale, torch.Tensor):
+            watch.note("grad_scale", scale)
+        elif scale != 1:
+            watch.note("grad_scale", torch.tensor(scale))
 
     def _engine_stepped(self, complete: bool) -> None:  # noqa: FBT001 - see Listener
-        step, self._engine_step = self._engine_step, None
-        if step is not None and complete:
-            self.guard.run(self._engine_step_ends, step)
-        elif step is not None:
-            self.guard.run(step.watch.abandon)
+        if complete:
+            self.guard.run(self._engine_step_ends)
+        self.guard.run(self._leave_abandoned_engine_step)
         if complete:
             self._stop_if_asked()
 
-    def _engine_step_ends(self, step: _EngineStep) -> None:
-        if not step.taken:  # gradients that are not finite, which the engine has dropped
-            self._take_gradients(step.optimizer, step.watch)
-        self._step_ends(step.watch, step.optimizer, skipped=not step.taken)
+    def _engine_step_ends(self) -> None:
+        step, self._engine_step = self._engine_step, None
+        if step is not None:  # without a step of its optimizer, gradients were not finite
+            self._step_ends(step.watch, step.optimizer, skipped=not step.taken)
+
+    def _leave_abandoned_engine_step(self) -> None:
+        step, self._engine_step = self._engine_step, None
+        if step is not None:
+            step.watch.abandon()
 
     def _show_calls_and_stop(self, tap: CommunicationTap) -> None:
         """What ``cc_log_only`` asks for: one training step, then where its communication came from, and no more."""

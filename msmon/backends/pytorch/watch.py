@@ -348,6 +348,11 @@ class Watch:
         self._tap(self.weights, lambda tap: tap.read(self._recorder, weights.BEFORE, self._weights_of(entry)))
         self._tap(self.state, lambda tap: tap.read(self._recorder, [optimizer, *inner], entry.parameters))
 
+    def note(self, name: str, value: Tensor) -> None:
+        """Add a number about the step itself to one that is collected."""
+        if self.collecting:
+            self._recorder.note(name, value)
+
     def take_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
         """Gradients are what the optimizer will use: read them, and close the rows of the backward passes.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import math
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,11 +33,16 @@ if TYPE_CHECKING:
 
 _ENGINES = "deepspeed.runtime.engine"
 _STEP = "_take_model_step"
-_STAGE_3 = "DeepSpeedZeroOptimizer_Stage3"
 _KEPT_IN = {
-    _STAGE_3: ("fp16_groups", "fp32_partitioned_groups_flat", "grad_position", "sub_group_to_group_id"),
+    "DeepSpeedZeroOptimizer_Stage3": (
+        "fp16_groups",
+        "fp32_partitioned_groups_flat",
+        "grad_position",
+        "sub_group_to_group_id",
+    ),
     "DeepSpeedZeroOptimizer": ("bit16_groups", "single_partition_of_fp32_groups"),
     "BF16_Optimizer": ("bf16_groups", "fp32_groups_flat_partition"),
+    "FP16_Optimizer": ("fp16_groups", "fp32_groups_flat"),
     "FP16_UnfusedOptimizer": ("fp16_groups", "fp32_groups"),
 }
 """DeepSpeed's optimizers, and where each keeps the model's parameters by group, their float32 masters, and what else is read."""
@@ -48,26 +54,34 @@ class _Part(NamedTuple):
     Attributes:
         master: The optimizer's tensor that it lies in.
         shape: Of the part.
-        start: Where in the flat master it begins.
+        start: Where in the flat master it begins; ``None`` when it is all of it.
         offset: Where in the flat parameter it begins; ``None`` when it is all of it.
     """
 
     master: Tensor
     shape: tuple[int, ...]
-    start: int = 0
+    start: int | None = None
     offset: int | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
         """The part in a tensor that is laid out like the master."""
-        return tensor if self.offset is None else tensor.narrow(0, self.start, *self.shape)
+        return tensor if self.start is None else tensor.narrow(0, self.start, math.prod(self.shape)).view(self.shape)
 
 
 class _Group(NamedTuple):
-    """Where a parameter is: in which group of which of DeepSpeed's optimizers, and at which place in it."""
+    """Where a parameter is.
+
+    Attributes:
+        wrapper: One of DeepSpeed's optimizers.
+        number: Of the group in it.
+        place: In the group.
+        before: Elements of the parameters before it in the group.
+    """
 
     wrapper: weakref.ref[Any]
     number: int
     place: int
+    before: int
 
 
 class DeepSpeedAdapter(PlainAdapter):
@@ -91,27 +105,35 @@ class DeepSpeedAdapter(PlainAdapter):
             if reason:
                 return reason
             for number, group in enumerate(getattr(wrapper, _kept_in(wrapper)[0])):
+                before = 0
                 for place, parameter in enumerate(group):
-                    self._groups[id(parameter)] = _Group(weakref.ref(wrapper), number, place)
+                    self._groups[id(parameter)] = _Group(weakref.ref(wrapper), number, place, before)
+                    before += parameter.numel()
         return "" if wrappers else NOT_IN_USE
 
     def weight(self, parameter: Tensor) -> Tensor | None:
         """This rank's part of the float32 master; of a parameter that is not trained, what this rank has of it."""
-        if id(parameter) in self._groups:
-            part = self._part(parameter)
-            return None if part is None else part.of(part.master)
-        return _stored(parameter)
+        part = self._part(parameter)
+        return None if part is None else part.of(part.master)
 
     def reduced_gradient(self, parameter: Tensor) -> Tensor | None:
-        """This rank's part, unscaled and clipped; there is one only while the optimizer steps."""
+        """This rank's part, unscaled and clipped, while the optimizer steps; one that is offloaded exists always."""
         part = self._part(parameter)
-        return None if part is None or part.master.grad is None else part.of(part.master.grad)
+        if id(parameter) not in self._groups or part is None or part.master.grad is None:
+            return None
+        return part.of(part.master.grad) if part.start is None or self._steps_now(parameter, part.master) else None
+
+    def _steps_now(self, parameter: Tensor, master: Tensor) -> bool:
+        """Whether the optimizer has been given this master: the flat ones it gets one after the other."""
+        wrapper = self._groups[id(parameter)].wrapper()
+        groups: list[dict[str, Any]] = [] if wrapper is None else wrapper.optimizer.param_groups
+        return any(master is tensor for group in groups for tensor in group["params"])
 
     def state(self, optimizer: Optimizer, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
         """This rank's part of what the optimizer has for the master."""
         part = self._part(parameter)
         for key, value in super().state(optimizer, part.master) if part is not None else ():
-            if part is not None and (part.offset is None or value.shape == part.master.shape):
+            if part is not None and (part.start is None or value.shape == part.master.shape):
                 yield key, part.of(value)
 
     def steps_taken(self, optimizer: Optimizer, parameter: Tensor) -> Any:  # noqa: ANN401 - as the optimizer keeps it
@@ -130,20 +152,15 @@ class DeepSpeedAdapter(PlainAdapter):
     def place(self, parameter: Tensor) -> dict[str, Any]:
         """The parameter's own shape, and where in its flat form this rank's part begins."""
         part = self._part(parameter)
-        whole = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        if part is not None and part.offset is None:
-            return {}
-        if part is not None:
-            return {"shape": list(part.shape), "whole_shape": list(whole), "flat_offset": part.offset}
-        stored = self.weight(parameter)
-        if stored is parameter:
-            return {}
-        return {"shape": [0] if stored is None else list(stored.shape), "whole_shape": list(whole)}
+        whole = {"whole_shape": list(getattr(parameter, "ds_shape", parameter.shape))}
+        if part is None:
+            return {"shape": [0], **whole}
+        return {} if part.offset is None else {"shape": list(part.shape), **whole, "flat_offset": part.offset}
 
     def describe(self, root: Module) -> dict[str, Any]:
         """See :meth:`msmon.backends.base.Adapter.describe`; and how ZeRO spreads the model."""
-        wrappers = {id(wrapper): wrapper for group in self._groups.values() if (wrapper := group.wrapper()) is not None}
-        engines = [engine for engine in _engines() if id(vars(engine).get("optimizer")) in wrappers]
+        wrappers = {id(group.wrapper()) for group in self._groups.values()}
+        engines = [engine for engine in _engines() if id(_wrapper_in(engine)) in wrappers]
         return {
             **super().describe(root),
             "deepspeed": sys.modules["deepspeed"].__version__,
@@ -152,14 +169,17 @@ class DeepSpeedAdapter(PlainAdapter):
 
     def _part(self, parameter: Tensor) -> _Part | None:
         group = self._groups.get(id(parameter))
-        wrapper = None if group is None else group.wrapper()
-        if group is None or wrapper is None:
+        if group is None:
+            return _part_that_is_not_trained(parameter)
+        wrapper = group.wrapper()
+        if wrapper is None:
             return None
         masters = getattr(wrapper, _kept_in(wrapper)[1])
         if hasattr(parameter, "ds_id"):
             return _part_of_stage_3(wrapper, masters[group.number], parameter)
         if not hasattr(parameter, "_hp_mapping"):
-            return _Part(masters[group.number][group.place], tuple(parameter.shape))
+            master, shape = masters[group.number], tuple(parameter.shape)
+            return _Part(master, shape, group.before) if torch.is_tensor(master) else _Part(master[group.place], shape)
         fragment = parameter._hp_mapping  # noqa: SLF001 - DeepSpeed has no public place for it
         if fragment is None:
             return None
@@ -175,15 +195,14 @@ def _part_of_stage_3(wrapper: Any, master: Tensor, parameter: Any) -> _Part | No
     return _Part(master, (here,), start, offset) if here > 0 and master.numel() else None  # none: it is on disk
 
 
-def _stored(parameter: Any) -> Tensor | None:  # noqa: ANN401 - a Parameter, with what DeepSpeed adds to it
-    """A parameter that no optimizer trains: stage 3 keeps a part of it on each rank."""
+def _part_that_is_not_trained(parameter: Any) -> _Part | None:  # noqa: ANN401 - a Parameter, with what DeepSpeed adds to it
+    """It has no master: stage 3 keeps a part of it on each rank, others keep it whole."""
     kept = getattr(parameter, "ds_tensor", None)
     if kept is None:
-        return parameter  # type: ignore[no-any-return]
-    group = getattr(parameter, "ds_process_group", None)
-    rank = torch.distributed.get_rank(group)
-    here = min(kept.numel(), parameter.ds_numel - kept.numel() * rank)
-    return kept.flatten().narrow(0, 0, here) if here > 0 else None
+        return _Part(parameter, tuple(parameter.shape))
+    offset = kept.numel() * torch.distributed.get_rank(parameter.ds_process_group)
+    here = min(kept.numel(), parameter.ds_numel - offset)
+    return _Part(kept.flatten(), (here,), 0, offset) if here > 0 else None
 
 
 def trained_by(optimizer: Optimizer) -> list[Tensor] | None:
@@ -225,10 +244,10 @@ def follow_engines(ledger: Ledger, step_begins: StepBegins) -> bool:
 
 
 def _step_of(engine: Any) -> StepUnderWay | None:  # noqa: ANN401 - a DeepSpeedEngine
-    wrapper = vars(engine).get("optimizer")
-    if wrapper is None or isinstance(wrapper, torch.optim.Optimizer) or _not_understood(wrapper):
-        return None  # its steps are the training steps
-    return StepUnderWay(wrapper.optimizer, float(getattr(wrapper, "loss_scale", 1)))
+    wrapper = _wrapper_in(engine)
+    if wrapper is None or _not_understood(wrapper):
+        return None
+    return StepUnderWay(wrapper.optimizer, float(getattr(wrapper, "loss_scale", None) or 1))
 
 
 def in_construction() -> bool:
@@ -275,9 +294,15 @@ def _look_for_engines(models: Sequence[Module]) -> None:
             discovery.note_module(candidate)
 
 
-def _wrapper_of(optimizer: Optimizer) -> Any:  # noqa: ANN401 - one of DeepSpeed's optimizers
-    wrappers = (vars(engine).get("optimizer") for engine in _engines())
-    return next((wrapper for wrapper in wrappers if vars(wrapper or object).get("optimizer") is optimizer), None)
+def _wrapper_in(engine: Any) -> Any:  # noqa: ANN401 - a DeepSpeedEngine, and one of DeepSpeed's optimizers
+    """What the engine steps with; ``None`` when that is torch's own, whose steps are the training steps, or not there yet."""
+    wrapper = vars(engine).get("optimizer")
+    return None if isinstance(wrapper, torch.optim.Optimizer) else wrapper
+
+
+def _wrapper_of(optimizer: Optimizer) -> Any:  # noqa: ANN401 - as above
+    wrappers = (_wrapper_in(engine) for engine in _engines())
+    return next((w for w in wrappers if w is not None and getattr(w, "optimizer", None) is optimizer), None)
 
 
 def _kept_in(wrapper: Any) -> tuple[str, ...]:  # noqa: ANN401 - as above

@@ -10,6 +10,8 @@ import torch
 from msmon.backends.pytorch.kernels.layouts import is_freed
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import Tensor
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -55,17 +57,26 @@ class Batch:
         self.counts.append(tensor.numel())
         self._tensors.append(tensor)
 
-    def blocks(self, itemsize: int, size: int) -> tuple[array[int], array[int], list[int]]:
+    def part(self, places: Iterable[int]) -> Batch:
+        """Only the tensors at these places."""
+        part = Batch()
+        for place in places:
+            part.add(self.lines[place], self._tensors[place])
+        return part
+
+    def blocks(self, itemsize: int, size: int) -> tuple[array[int], array[int], array[int]]:
         """Cut tensors into blocks of at most ``size`` elements.
 
         Returns:
-            Addresses and counts of the blocks, and the number of each tensor's first one; an empty tensor has one too.
+            Addresses and counts of the blocks, and how many blocks each tensor has; an empty tensor has one too.
         """
-        addresses, counts = array("q"), array("q")
-        first_blocks = []
+        if max(self.counts) <= size:
+            return self.addresses, self.counts, array("q", (1,)) * len(self.counts)
+        addresses, counts, pieces = array("q"), array("q"), array("q")
         for address, count in zip(self.addresses, self.counts, strict=True):
-            first_blocks.append(len(counts))
-            for begin in range(0, max(count, 1), size):
-                addresses.append(address + begin * itemsize)
-                counts.append(min(size, count - begin))
-        return addresses, counts, first_blocks
+            starts = range(0, max(count, 1), size)
+            addresses.extend(range(address, address + max(count, 1) * itemsize, size * itemsize))
+            counts.extend([size] * (len(starts) - 1))
+            counts.append(count - starts[-1])
+            pieces.append(len(starts))
+        return addresses, counts, pieces

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from msmon import log
+from msmon.backends.pytorch.devices import accumulation_dtype
 from msmon.backends.pytorch.kernels.eager import EagerKernel
 from msmon.backends.pytorch.kernels.host import HostKernel
 from msmon.runtime.interruption import from_signal_handler
@@ -57,7 +58,7 @@ def choose_kernel() -> KernelByDevice:
     except RuntimeError as error:  # torch built against another NumPy than the one installed
         log.say(f"torch and numpy do not fit together ({error}): slower statistics on CPU", once="kernel:host")
         return KernelByDevice(
-            lambda tensor: _of_device(tensor.device) if tensor.is_cuda else EagerKernel(), EagerKernel()
+            lambda tensor: EagerKernel() if tensor.is_cpu else _of_device(tensor.device), EagerKernel()
         )
     return KernelByDevice(lambda tensor: _of_host() if tensor.is_cpu else _of_device(tensor.device), HostKernel())
 
@@ -80,9 +81,11 @@ def _of_host() -> Kernel[Tensor]:
 
 def _of_device(device: torch.device) -> Kernel[Tensor]:
     eager = EagerKernel()
-    if device.type != "cuda":
+    if device.type not in {"cuda", "npu"}:
         return eager
     try:
+        if device.type == "npu":
+            _find_ascend()
         from msmon.backends.pytorch.kernels.device import DeviceKernel  # noqa: PLC0415 - Triton comes with torch for GPUs
 
         kernel = DeviceKernel(eager)
@@ -99,6 +102,18 @@ def _of_device(device: torch.device) -> Kernel[Tensor]:
     return eager
 
 
+def _find_ascend() -> None:
+    """Whether the Triton that is installed compiles for NPUs.
+
+    Raises:
+        ModuleNotFoundError: It does not.
+    """
+    import triton.backends  # noqa: PLC0415 - Triton is optional
+
+    if "ascend" not in triton.backends.backends:
+        raise ModuleNotFoundError(name="triton-ascend")
+
+
 def _try_out(kernel: Kernel[Tensor], trusted: Kernel[Tensor], device: torch.device) -> None:
     """Compile what will be needed, and compare its results once, which waits for the device.
 
@@ -111,5 +126,7 @@ def _try_out(kernel: Kernel[Tensor], trusted: Kernel[Tensor], device: torch.devi
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Triton's, about its own future
         found = kernel.reduce(tensors, six, 1e-8)
-    if not torch.allclose(found, trusted.reduce(tensors, six, 1e-8), rtol=1e-9, equal_nan=True):
+    wide = accumulation_dtype(device)
+    tolerance = 1e-9 if wide is torch.float64 else 1e-5
+    if not torch.allclose(found.to(wide), trusted.reduce(tensors, six, 1e-8), rtol=tolerance, equal_nan=True):
         raise RuntimeError("its results are wrong on this device")

@@ -9,6 +9,7 @@ kernel.
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from msmon.backends.pytorch.devices import current, send
 from msmon.backends.pytorch.kernels.batches import Batch, lies_dense
 from msmon.backends.pytorch.kernels.layouts import least_float32_from
 from msmon.stats.definitions import Statistic
@@ -89,13 +91,13 @@ def _on_device(eps: float, divisor: Tensor | None, device: torch.device) -> tupl
 
 
 def _launch(dtype: torch.dtype, batch: Batch, threshold: Tensor, scale: Tensor, device: torch.device) -> Tensor:
-    addresses, counts, first_blocks = batch.blocks(dtype.itemsize, BLOCK)
+    addresses, counts, pieces = batch.blocks(dtype.itemsize, BLOCK)
     blocks, tensors = len(counts), len(batch.lines)
-    first_blocks.append(blocks)
+    first_blocks = array("q", itertools.accumulate(pieces, initial=0))
     places = _sent((addresses, counts, batch.counts, first_blocks), device)
     lines = torch.empty((blocks, len(_ALL)), dtype=torch.float64, device=device)
     table = torch.empty((tensors, len(_ALL)), dtype=torch.float64, device=device)
-    with torch.cuda.device(device if device.type == "cuda" else -1):
+    with current(device):
         reduce_blocks[(blocks,)](places[0], places[1], lines, threshold, DTYPE=_READABLE[dtype], CHUNK=CHUNK)
         combine_blocks[(tensors,)](lines, places[2], places[3], table, scale, CHUNK=CHUNK)
     return table
@@ -109,10 +111,7 @@ def _sent(parts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor,
         packed.extend(part)
         packed.extend([0] * (len(part) % 2))
         lengths.append(len(part) + len(part) % 2)
-    on_host = torch.frombuffer(packed, dtype=torch.int64)
-    if device.type == "cuda":
-        on_host = on_host.pin_memory()
-    return torch.split(on_host.to(device, non_blocking=True), lengths)
+    return torch.split(send(torch.frombuffer(packed, dtype=torch.int64), device), lengths)
 
 
 def _in_order(parts: list[tuple[list[int], Tensor]]) -> Tensor:

@@ -2,29 +2,29 @@
 
 What Python does for a tensor is to look up where its elements lie. Large tensors are cut into blocks; several threads
 take blocks as they come free, and blocks are put together in their order, so that results do not depend on the number
-of threads. What the loop cannot read (integers, complex numbers, elements apart from each other), and the rare tensor
-with a NaN or with squares out of range, goes to another kernel.
+of threads. A tensor of which the fast loop cannot tell is read again by the precise one. What that cannot read either
+(integers, complex numbers, elements apart from each other), and the rare tensor with a NaN or with squares out of range,
+goes to another kernel.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
+import ctypes
+import functools
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from array import array
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from msmon.backends.pytorch.kernels.batches import Batch, lies_dense
-from msmon.backends.pytorch.kernels.compiled import compile_loop, readable_here
+from msmon.backends.pytorch.kernels.compiled import NEXT, TOTALS, Loops, constants, readable_here
 from msmon.backends.pytorch.kernels.layouts import least_float32_from
 from msmon.stats.definitions import Statistic
 
 if TYPE_CHECKING:
-    from array import array
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -35,21 +35,15 @@ if TYPE_CHECKING:
 BLOCK = 1 << 16
 """Elements of a block: so many that its line costs nothing, and few enough to share out."""
 
-SHARE = 1 << 18
-"""Elements that a thread takes at a time; for fewer, giving up the GIL does not pay."""
+SHARED = 1 << 17
+"""Elements from which threads share the work; for fewer, giving up the GIL does not pay either."""
 
-_SHARES_A_THREAD = 4
-"""Waking a thread for fewer takes longer than what it would do."""
-
-_MOST_THREADS = 8
-"""So many threads read as fast as memory delivers."""
-
-_WORD = 8
-"""Bytes of a number in the arrays that the loop reads and writes."""
+_TAKE = 1 << 14
+"""Elements that a thread takes at a time, at least."""
 
 _ALL = tuple(Statistic)
 _MARK = _ALL.index(Statistic.NANS)
-"""Where the loop says that it cannot tell the statistics of a block; else there is no NaN, and the number is 0."""
+"""Where a NaN says that the loop cannot tell the statistics of a tensor; else there is no NaN, and the number is 0."""
 
 
 class FusedKernel:
@@ -59,19 +53,24 @@ class FusedKernel:
         other: For tensors that the loop cannot read.
 
     Raises:
+        ModuleNotFoundError: llvmlite is not installed.
         RuntimeError: Nothing can be compiled for this processor.
     """
 
     def __init__(self, other: Kernel[Tensor]) -> None:
         self._other = other
         self._readable = {getattr(torch, name): name for name in readable_here()}
-        self._loops: dict[torch.dtype, Loop] = {torch.float32: compile_loop("float32")}
-        self._team = _Team()
+        self._loops: dict[torch.dtype, Loops] = {torch.float32: Loops("float32")}
+        self._rooms: dict[tuple[torch.dtype, float], list[_Room]] = {}
 
     def reduce(
         self, tensors: Sequence[Tensor], statistics: Sequence[Statistic], eps: float, *, divisor: Tensor | None = None
     ) -> Tensor:
         """See :meth:`msmon.backends.base.Kernel.reduce`."""
+        if len(tensors) == 1 and divisor is None and tuple(statistics) == _ALL:
+            small = self._small(tensors[0], eps)
+            if small is not None:
+                return small
         scale = 1.0 if divisor is None else float(divisor.item())
         batches: dict[torch.dtype, Batch] = {}
         rest = []
@@ -86,111 +85,138 @@ class FusedKernel:
                 rest.append(line)
         table = np.empty((len(tensors), len(_ALL)))
         for dtype, batch in batches.items():
-            numbers, marks = self._reduce(dtype, batch, eps * scale, scale)
+            numbers, marked = self._reduce(dtype, batch, eps * scale, scale)
             if len(batch.lines) == len(tensors):
                 table = numbers
             else:
                 table[batch.lines] = numbers
-            if marks:
-                rest += [batch.lines[place] for place in np.flatnonzero(numbers[:, _MARK])]
+            rest += [batch.lines[place] for place in marked]
         if rest:
             table[rest] = self._other.reduce([tensors[line] for line in rest], _ALL, eps, divisor=divisor).numpy()
         if tuple(statistics) != _ALL:
             table = table[:, [_ALL.index(statistic) for statistic in statistics]]
         return torch.from_numpy(table)
 
-    def _reduce(self, dtype: torch.dtype, batch: Batch, eps: float, scale: float) -> tuple[NDArray[np.float64], int]:
-        """The lines of a batch, and how many marks they have."""
-        loop = self._loops.get(dtype)
-        if loop is None:
-            loop = self._loops[dtype] = compile_loop(self._readable[dtype])
-        threshold = eps if dtype is torch.float64 else least_float32_from(eps)
-        addresses, counts, first_blocks = batch.addresses, batch.counts, None
-        if max(counts) > BLOCK:
-            addresses, counts, first_blocks = batch.blocks(dtype.itemsize, BLOCK)
-        lines = np.empty((len(counts), len(_ALL)))
-        places = (addresses.buffer_info()[0], counts.buffer_info()[0], lines.ctypes.data)
+    def _small(self, tensor: Tensor, eps: float) -> Tensor | None:
+        """The line of one small tensor, as hooks read them, if the loops can tell it."""
+        count = tensor.numel()
+        if count > BLOCK or tensor.dtype not in self._loops or not (tensor.is_cpu and lies_dense(tensor)):
+            return None
+        key = tensor.dtype, eps
+        rooms = self._rooms.setdefault(key, [])
+        try:
+            room = rooms.pop()  # no other thread has it then
+        except IndexError:
+            room = _Room(self._loops[tensor.dtype], _threshold(*key), fast=tensor.dtype is not torch.float64)
+        line = room.reduce(tensor.data_ptr(), count)
+        rooms.append(room)
+        return line
 
-        def reduce_range(begin: int, end: int) -> int:
-            at_addresses, at_counts = (place + begin * _WORD for place in places[:2])
-            at_lines = places[2] + begin * lines.strides[0]
-            marks: int = loop.without_gil(at_addresses, at_counts, end - begin, threshold, scale, at_lines)
-            return marks
-
-        if sum(counts) < SHARE:
-            marks = loop.with_gil(*places[:2], len(counts), threshold, scale, places[2])
-        else:
-            marks = self._team.share(reduce_range, _shares(counts), keep=batch)
-        return (lines if first_blocks is None else _combine(lines, counts, first_blocks)), marks
-
-
-def _combine(lines: NDArray[np.float64], counts: array[int], first_blocks: list[int]) -> NDArray[np.float64]:
-    """The lines of tensors from those of their blocks, in their order."""
-    low, high, norm, mean, zeros, marks = lines.T
-    lengths = np.frombuffer(counts, dtype=np.int64)
-    totals = np.add.reduceat(lengths, first_blocks)
-    with np.errstate(all="ignore"):
-        columns = (
-            np.minimum.reduceat(low, first_blocks),
-            np.maximum.reduceat(high, first_blocks),
-            np.sqrt(np.add.reduceat(norm * norm, first_blocks)),
-            np.add.reduceat(mean * lengths, first_blocks) / totals,
-            np.add.reduceat(np.rint(zeros * lengths), first_blocks) / totals,
-            np.add.reduceat(marks, first_blocks),
-        )
-    return np.stack(columns, axis=1)
+    def _reduce(
+        self, dtype: torch.dtype, batch: Batch, eps: float, scale: float
+    ) -> tuple[NDArray[np.float64], Sequence[int]]:
+        """The lines of a batch, and the places of those that the loops cannot tell."""
+        loops = self._loops.get(dtype)
+        if loops is None:
+            loops = self._loops[dtype] = Loops(self._readable[dtype])
+        threshold = _threshold(dtype, eps)
+        lines, marked = _run(loops, batch, dtype.itemsize, threshold, scale, fast=dtype is not torch.float64)
+        if len(marked) and dtype is not torch.float64:
+            again, still = _run(loops, batch.part(marked), dtype.itemsize, threshold, scale, fast=False)
+            lines[marked] = again
+            marked = [marked[place] for place in still]
+        return lines, marked
 
 
-def _shares(counts: array[int]) -> list[tuple[int, int]]:
-    """Ranges of blocks of about :data:`SHARE` elements each."""
-    ends = np.cumsum(np.frombuffer(counts, dtype=np.int64))
-    cuts = np.searchsorted(ends, np.arange(SHARE, ends[-1], SHARE)) + 1
-    limits = [0, *np.unique(cuts[cuts < len(counts)]).tolist(), len(counts)]
-    return list(itertools.pairwise(limits))
+def _threshold(dtype: torch.dtype, eps: float) -> float:
+    return eps if dtype is torch.float64 else least_float32_from(eps)
 
 
-class _Team:
-    """Threads of our own: those of torch spin while they wait, and those of OpenMP do not survive a fork."""
+class _Room:
+    """Where the loops find and leave the numbers of one tensor, used again and again.
 
-    def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
-        self._process = 0
-        self._count = 0
+    Args:
+        loops: Of its dtype.
+        threshold: Magnitudes below are zeros.
+        fast: Whether the fast loop is another one than the precise one.
+    """
 
-    def share(self, work: Callable[[int, int], int], ranges: list[tuple[int, int]], *, keep: object) -> int:
-        """Work on all ranges, as many threads at a time as torch would use; the sum of what it returns.
+    def __init__(self, loops: Loops, threshold: float, *, fast: bool) -> None:
+        self._address, self._count = array("q", (0,)), array("q", (0,))
+        self._totals, self._line = array("d", bytes(TOTALS * 8)), np.empty((1, len(_ALL)))
+        self._job = loops.job((self._address, self._count), self._totals, 1, threshold)
+        self._at = self._job.buffer_info()[0]
+        self._kept: list[array[Any]] = [array("q", (1,))]
+        totals, count, pieces = (numbers.buffer_info()[0] for numbers in (self._totals, self._count, self._kept[0]))
+        self._ways = []
+        for loop, is_fast in ((loops.fast, fast), (loops.precise, False)):
+            given = constants(1.0, fast=is_fast)
+            self._kept.append(given)
+            places = totals, pieces, count, 1, given.buffer_info()[0], self._line.ctypes.data
+            self._ways.append((loop.with_gil, functools.partial(loops.finish, *places)))
 
-        Args:
-            work: Called with the limits of a range.
-            ranges: All of them.
-            keep: Lives as long as any thread works, also when this call is interrupted.
-        """
-        threads = min(torch.get_num_threads(), len(ranges) // _SHARES_A_THREAD, _MOST_THREADS)
-        if threads <= 1:
-            return work(ranges[0][0], ranges[-1][1])
-        waiting = list(reversed(ranges))
+    def reduce(self, address: int, count: int) -> Tensor | None:
+        """The line of a tensor, if the loops can tell it."""
+        self._address[0], self._count[0] = address, count
+        for loop, finish in self._ways:
+            self._job[NEXT] = 0
+            loop(self._at)
+            if not finish():
+                return torch.from_numpy(self._line.copy())
+        return None
 
-        def take_turns(_keep: object) -> int:
-            done = 0
-            with contextlib.suppress(IndexError):  # none is left
-                while True:
-                    done += work(*waiting.pop())
-            return done
 
-        futures: list[Future[int]] = []
-        with contextlib.suppress(RuntimeError):  # the interpreter is shutting down, or no thread can be started
-            pool = self._threads(threads - 1)
-            for _ in range(threads - 1):
-                futures.append(pool.submit(take_turns, keep))  # noqa: PERF401 - what was submitted before a fault is kept
-        done = take_turns(keep)
-        return done + sum(future.result() for future in futures if not future.cancel())
+def _run(
+    loops: Loops, batch: Batch, itemsize: int, threshold: float, scale: float, *, fast: bool
+) -> tuple[NDArray[np.float64], Sequence[int]]:
+    addresses, counts, pieces = batch.blocks(itemsize, BLOCK)
+    totals = array("d", bytes(len(counts) * TOTALS * 8))
+    results = array("d", bytes(len(pieces) * len(_ALL) * 8))
+    elements = sum(batch.counts)
+    take = 1 + len(counts) * _TAKE // (elements + 1)
+    job = loops.job((addresses, counts), totals, take, threshold)
+    _on_threads(loops.fast if fast else loops.precise, job, elements)
+    given = constants(scale, fast=fast)
+    places = [numbers.buffer_info()[0] for numbers in (totals, pieces, batch.counts, given, results)]
+    marks = loops.finish(*places[:3], len(pieces), *places[3:])
+    lines = np.frombuffer(results).reshape(-1, len(_ALL))
+    return lines, np.flatnonzero(np.isnan(lines[:, _MARK])).tolist() if marks else ()
 
-    def _threads(self, count: int) -> ThreadPoolExecutor:
-        """At least as many threads, of this process: a fork leaves them behind."""
-        if self._process != os.getpid():
-            self._pool, self._process = None, os.getpid()
-        if self._pool is None or self._count < count:
-            if self._pool is not None:
-                self._pool.shutdown(wait=False)
-            self._pool, self._count = ThreadPoolExecutor(count, thread_name_prefix="msmon-kernel"), count
-        return self._pool
+
+# Threads. Those of torch are awake already, mostly waiting for work; others would have to share the cores with them.
+
+_parallel: Any = None
+_forked = False
+
+
+def _on_threads(loop: Loop, job: array[int], elements: int) -> None:
+    """Run a loop on as many threads as torch uses here, which take blocks until none is left."""
+    address = job.buffer_info()[0]
+    if elements < SHARED:
+        loop.with_gil(address)
+    elif _parallel is None or _forked or torch.get_num_threads() == 1:
+        loop.without_gil(address)
+    else:
+        _parallel(loop.address, address, 0, 0)  # 0: the number of threads that torch has set; no flags
+
+
+def _find_parallel() -> None:
+    """The entry into the OpenMP that torch itself uses; there is none on some systems."""
+    global _parallel  # noqa: PLW0603 - the process has one OpenMP
+    try:
+        found = ctypes.CDLL(torch._C.__file__).GOMP_parallel  # noqa: SLF001 - searched with all it depends on
+    except (AttributeError, OSError):
+        return
+    found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+    _parallel = found
+
+
+def _after_fork() -> None:
+    """A fork leaves the threads of OpenMP behind, and waiting for them would never end."""
+    global _forked  # noqa: PLW0603 - as above
+    _forked = True
+
+
+_find_parallel()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

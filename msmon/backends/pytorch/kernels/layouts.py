@@ -25,6 +25,9 @@ AS_FLOAT32 = frozenset(
 )
 """Dtypes that float32 holds exactly, and processors compute with slowly or not at all."""
 
+_NO_OFFSET = 1 << 40
+"""No tensor begins so many bytes after address 0, and memory that a process is given seldom lies below: a cheap first look."""
+
 _SPARSE_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
@@ -62,7 +65,9 @@ def is_freed(tensor: Tensor) -> bool:
     """Whether a tensor's storage was resized to nothing under it, as FSDP does: torch itself would read at address 0."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_mkldnn:
         return False
-    return tensor.data_ptr() == 0 and tensor.numel() > 0
+    if tensor.data_ptr() >= _NO_OFFSET or tensor.numel() == 0:
+        return False
+    return tensor.untyped_storage().nbytes() == 0
 
 
 def flat_pieces(tensor: Tensor, limit: int) -> Iterator[Tensor]:
