@@ -96,6 +96,9 @@ class Adapter(Protocol[ModuleT_contra, OptimizerT_contra, TensorT]):
             tell: Told what finds the gradients. It does not raise, and keeps none.
         """
 
+    def told_at_the_end(self, parameter: TensorT) -> bool:
+        """Whether that tells the sum of all micro-batches, so that no single one needs to be read."""
+
     def unreduced_gradient(self, parameter: TensorT) -> TensorT | None:
         """This rank's accumulated gradient, right after a backward pass reached the parameter."""
 

@@ -16,7 +16,7 @@ import torch.utils.checkpoint
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from msmon.backends.pytorch import devices, dynamo
-from msmon.backends.pytorch.adapters import deepspeed, pipelining
+from msmon.backends.pytorch.adapters import deepspeed, megatron, pipelining
 from msmon.backends.pytorch.module_hook import without_hooks
 from msmon.bootstrap import discovery
 from msmon.runtime.ledger import Ledger
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
     from torch.optim import Optimizer
+
+    from msmon.backends.pytorch.adapters.steps import StepUnderWay
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -51,7 +53,7 @@ class Listener(Protocol):
     def scaler_steps(self, optimizer: Optimizer, scale: torch.Tensor | None) -> Callable[[], None]:
         """``GradScaler.step(optimizer)`` begins with this loss scale; what is returned is called when it has returned."""
 
-    def engine_steps(self, find: Callable[[], deepspeed.StepUnderWay | None]) -> Callable[[bool], None]:
+    def engine_steps(self, find: Callable[[], StepUnderWay | None]) -> Callable[[bool], None]:
         """An engine begins a training step, and ``find`` tells of what; what is returned is called after it.
 
         It is told whether the step came to its end.
@@ -67,6 +69,9 @@ class ModuleListener(Protocol):
     def modules_wrapped(self) -> None:
         """``torch.compile`` has put a wrapper around a module."""
 
+
+OUTSIDE = "task", -1
+"""The identity of no backward pass."""
 
 on_modules: weakref.WeakSet[ModuleListener] = weakref.WeakSet()
 """Who hears it, whoever else listens."""
@@ -95,11 +100,16 @@ def subscribe(listener: Listener) -> None:
 
 
 def follow_frameworks() -> None:
-    """Learn from pipeline stages which micro-batch they work on, and from engines when they step, once there are any."""
-    if _listeners and "stages" not in _followed and pipelining.follow_stages(_ledger):
-        _followed.add("stages")
-    if _listeners and "engines" not in _followed and deepspeed.follow_engines(_ledger, _engine_steps):
-        _followed.add("engines")
+    """Learn from pipeline stages which micro-batch they work on, and from frameworks when they step, once there are any."""
+    if not _listeners:
+        return
+    follow: dict[str, Callable[[], bool]] = {
+        "stages": lambda: pipelining.follow_stages(_ledger),
+        "engines": lambda: deepspeed.follow_engines(_ledger, _engine_steps),
+        "optimizers": lambda: megatron.follow_optimizers(_ledger, _engine_steps, _wrap_zero_grad),
+        "schedules": lambda: megatron.follow_schedules(_ledger),
+    }
+    _followed.update(what for what, install in follow.items() if what not in _followed and install())
 
 
 def unsubscribe(listener: Listener) -> None:
@@ -258,7 +268,7 @@ def _wrap_scaler_step(original: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def _engine_steps(find: Callable[[], deepspeed.StepUnderWay | None]) -> Callable[[bool], None]:
+def _engine_steps(find: Callable[[], StepUnderWay | None]) -> Callable[[bool], None]:
     ended = [listener.engine_steps(find) for listener in tuple(_listeners)]
 
     def after(complete: bool) -> None:  # noqa: FBT001 - the only thing it is told

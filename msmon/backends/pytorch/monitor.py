@@ -21,7 +21,7 @@ from msmon.plan.names import unique_label
 from msmon.stats.definitions import Statistic
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from os import PathLike
 
     from torch import Tensor
@@ -98,17 +98,19 @@ class TrainerMon:
         chunks = _modules(model)
         _whole_number("grad_acc_steps", given[0], 1)
         _whole_number("start_iteration", start_iteration, 0)
-        inner = _optimizer(given[1])
+        inner = _optimizers(given[1])
         for known in self._session.watches:
-            if known.owns(inner) or any(reference() is chunk for reference in known.roots for chunk in chunks):
-                known.add_optimizer(inner)
+            same = any(reference() is chunk for reference in known.roots for chunk in chunks)
+            if same or any(map(known.owns, inner)):
+                for each in inner:
+                    known.add_optimizer(each)
                 return
         label = unique_label(class_name(innermost(chunks[0])), self._labels)
         self._labels.append(label)
         further = len(self._labels) > 1
         watch = self._session.watch(
             chunks,
-            [inner],
+            inner,
             label=label if further else "",
             prefixes=[f"{label}." if further else ""] * len(chunks),
             raw_names=True,
@@ -116,7 +118,9 @@ class TrainerMon:
             grad_acc_steps=given[0],
             main_grad=self._main_grad,
         )
-        watch.inventory.mark_duplicates(lambda parameter: _another_rank_writes(parameter, dp_group, tp_group))
+        watch.inventory.mark_duplicates(
+            lambda parameter: _another_rank_writes(parameter, watch.adapter.place(parameter), dp_group, tp_group)
+        )
         if self._main_grad and not any(hasattr(parameter, "main_grad") for c in chunks for parameter in c.parameters()):
             log.say("params_have_main_grad=True, but no parameter has main_grad: reading .grad", once="main_grad")
 
@@ -210,7 +214,8 @@ class TrainerMon:
     def set_wrapped_optimizer(self, optimizer: Optimizer) -> None:
         """Going away: hand the optimizer to :meth:`set_monitor`."""
         log.say("set_wrapped_optimizer goes away: pass the optimizer to set_monitor", once="set_wrapped_optimizer")
-        self._wrapped_optimizer = _optimizer(optimizer)
+        _optimizers(optimizer)
+        self._wrapped_optimizer = optimizer
 
     def monitor_gnorm_with_ad(  # noqa: PLR0917 - the original's signature
         self,
@@ -260,15 +265,18 @@ def _modules(model: object) -> list[Module]:
     return chunks
 
 
-def _optimizer(optimizer: object) -> Optimizer:
-    """The torch optimizer inside whatever a framework has put around it."""
+def _optimizers(optimizer: object) -> list[Optimizer]:
+    """The torch optimizers inside whatever a framework has put around them."""
     seen = optimizer
     while not (isinstance(seen, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in vars(seen)):
+        chained = getattr(seen, "chained_optimizers", None)  # Megatron's; one without parameters has no optimizer
+        if chained:
+            return [inner for each in chained if each.optimizer is not None for inner in _optimizers(each)]
         inner = getattr(seen, "optimizer", None)
         if inner is None or inner is seen:
             raise ArgumentError(_wrong("optimizer", optimizer, "a torch.optim.Optimizer, or a wrapper with .optimizer"))
         seen = inner
-    return seen
+    return [seen]
 
 
 def _whole_number(name: str, value: object, least: int) -> None:
@@ -284,8 +292,10 @@ def _wrong(name: str, value: object, wanted: str) -> str:
     return f"`{name}` must be {wanted}, not {type(value).__name__}: {str(value)[:80]}"
 
 
-def _another_rank_writes(parameter: Tensor, dp_group: object, tp_group: object) -> bool:
-    if dp_group is not None and dist.get_rank(dp_group) != 0:  # type: ignore[arg-type]  # whatever the caller uses as a group
+def _another_rank_writes(parameter: Tensor, place: Mapping[str, Any], dp_group: object, tp_group: object) -> bool:
+    """Whether the first rank of a group writes the same reduced gradient; when it is in parts, each rank has another."""
+    in_parts = "shape" in place or "flat_offset" in place
+    if dp_group is not None and not in_parts and dist.get_rank(dp_group) != 0:  # type: ignore[arg-type]  # whatever the caller uses as a group
         return True
     parallel = bool(getattr(parameter, "tensor_model_parallel", False))
     return tp_group is not None and not parallel and dist.get_rank(tp_group) != 0  # type: ignore[arg-type]  # as above

@@ -28,6 +28,7 @@ _WRAPPERS = {
     "_FabricModule": "_original_module",
     "AveragedModel": "module",
     "DeepSpeedEngine": "module",
+    "Float16Module": "module",
 }
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from msmon.backends.pytorch.adapters import deepspeed
+from msmon.backends.pytorch.adapters import deepspeed, megatron
 from msmon.backends.pytorch.adapters.registered import registered_parameters
 from msmon.bootstrap import discovery
 
@@ -29,12 +29,11 @@ _scanned = False
 
 def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
     """The model's parameters that an optimizer trains now: those that it holds, or those that its tensors stand for."""
-    behind = deepspeed.trained_by(optimizer)
-    return (
-        behind
-        if behind is not None
-        else [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    )
+    for trained_by in (deepspeed.trained_by, megatron.trained_by):
+        behind = trained_by(optimizer)
+        if behind is not None:
+            return behind
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def find_roots(parameters: Sequence[Tensor]) -> tuple[list[Module], list[Tensor]]:

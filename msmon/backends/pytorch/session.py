@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 
     from msmon.alerts.options import AlertOptions
     from msmon.alerts.stage import Alerts
+    from msmon.backends.pytorch.adapters.steps import StepUnderWay
     from msmon.backends.pytorch.events import Arguments
     from msmon.backends.pytorch.module_calls import ModuleCalls
     from msmon.config.schema import MonitorConfig
@@ -405,12 +406,12 @@ class Session:
         if tap is not None and tap.log_only and self.steps_seen >= self._log_calls_until:
             self._show_calls_and_stop(tap)
 
-    def engine_steps(self, find: Callable[[], deepspeed.StepUnderWay | None]) -> Callable[[bool], None]:
+    def engine_steps(self, find: Callable[[], StepUnderWay | None]) -> Callable[[bool], None]:
         """See :class:`msmon.backends.pytorch.events.Listener`."""
         self.guard.run(self._engine_step_begins, find)
         return self._engine_stepped
 
-    def _engine_step_begins(self, find: Callable[[], deepspeed.StepUnderWay | None]) -> None:
+    def _engine_step_begins(self, find: Callable[[], StepUnderWay | None]) -> None:
         found = find()
         self._leave_abandoned_steps()
         self._leave_abandoned_engine_step()
@@ -420,15 +421,18 @@ class Session:
         self._training_step_begins()
         self._engine_step = _EngineStep(found.optimizer, watch)
         watch.step_begins(found.optimizer, watch.wrapped_by(found.optimizer), backward_done=True)
-        if found.loss_scale != 1:
-            watch.note("grad_scale", torch.tensor(found.loss_scale))
+        scale = found.loss_scale
+        if isinstance(scale, torch.Tensor):
+            watch.note("grad_scale", scale)
+        elif scale != 1:
+            watch.note("grad_scale", torch.tensor(scale))
 
     def _engine_stepped(self, complete: bool) -> None:  # noqa: FBT001 - see Listener
         if complete:
             self.guard.run(self._engine_step_ends)
         self.guard.run(self._leave_abandoned_engine_step)
-        if self._stopping and complete:
-            self._stop()
+        if complete:
+            self._stop_if_asked()
 
     def _engine_step_ends(self) -> None:
         step, self._engine_step = self._engine_step, None
@@ -458,6 +462,10 @@ class Session:
                 self._scales.pop(id(optimizer), None)
                 self.guard.run(self._step_ends, watch, optimizer)
             self._stepping.pop()
+        if self._engine_step is None:
+            self._stop_if_asked()
+
+    def _stop_if_asked(self) -> None:
         if self._stopping or (self._common_stop is not None and self._common_stop.due(self.steps_seen)):
             self._stop()
 

@@ -312,7 +312,7 @@ class Watch:
             Its micro-batch.
         """
         current = events.current_backward()
-        if current != self._backward:
+        if current not in {self._backward, events.OUTSIDE}:  # outside, a framework tells what earlier passes have left
             self._backward = current
             self.left_over = False
             self._open_passes += 1
@@ -383,6 +383,7 @@ class Watch:
             entry = self._optimizers[id(optimizer)]
             self._tap(self.weights, lambda tap: tap.read(self._recorder, weights.AFTER, self._weights_of(entry)))
             if not skipped:
+                self._tap(self.state, lambda tap: tap.note_step(optimizer))
                 optimizers = [optimizer, *self.wrapped_by(optimizer)]
                 self._tap(self.updates, lambda tap: tap.read(self._recorder, optimizers, entry.parameters))
             else:

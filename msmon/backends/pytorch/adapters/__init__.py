@@ -8,6 +8,7 @@ from msmon import log
 from msmon.backends.pytorch.adapters.deepspeed import DeepSpeedAdapter
 from msmon.backends.pytorch.adapters.fsdp1 import Fsdp1Adapter
 from msmon.backends.pytorch.adapters.fsdp2 import Fsdp2Adapter
+from msmon.backends.pytorch.adapters.megatron import MegatronAdapter
 from msmon.backends.pytorch.adapters.plain import NOT_IN_USE, PlainAdapter
 
 if TYPE_CHECKING:
@@ -16,7 +17,13 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-ADAPTERS: tuple[type[PlainAdapter], ...] = (DeepSpeedAdapter, Fsdp1Adapter, Fsdp2Adapter, PlainAdapter)
+ADAPTERS: tuple[type[PlainAdapter], ...] = (
+    DeepSpeedAdapter,
+    Fsdp1Adapter,
+    Fsdp2Adapter,
+    MegatronAdapter,
+    PlainAdapter,
+)
 """Most specific first; the last applies to everything."""
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from msmon.backends.pytorch.adapters.plain import NOT_IN_USE, PlainAdapter
+from msmon.backends.pytorch.adapters.steps import StepUnderWay
 from msmon.bootstrap import discovery
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from msmon.backends.pytorch.adapters.steps import StepBegins
     from msmon.runtime.ledger import Ledger
 
 _ENGINES = "deepspeed.runtime.engine"
@@ -80,18 +82,6 @@ class _Group(NamedTuple):
     number: int
     place: int
     before: int
-
-
-class StepUnderWay(NamedTuple):
-    """An engine is about to step.
-
-    Attributes:
-        optimizer: What will step inside, as often as it has groups, or not at all.
-        loss_scale: What the loss of its backward passes was multiplied by.
-    """
-
-    optimizer: Optimizer
-    loss_scale: float
 
 
 class DeepSpeedAdapter(PlainAdapter):
@@ -223,15 +213,12 @@ def trained_by(optimizer: Optimizer) -> list[Tensor] | None:
     return [parameter for group in getattr(wrapper, _kept_in(wrapper)[0]) for parameter in group]
 
 
-def follow_engines(
-    ledger: Ledger, step_begins: Callable[[Callable[[], StepUnderWay | None]], Callable[[bool], None]]
-) -> bool:
+def follow_engines(ledger: Ledger, step_begins: StepBegins) -> bool:
     """Patch the engines of this process, if it has imported them.
 
     Args:
         ledger: Takes the patch.
-        step_begins: Told that an engine steps, with what finds out more; what it returns is called after the step, and is
-            told whether that came to its end. Neither raises.
+        step_begins: Told that an engine steps.
 
     Returns:
         Whether it has.

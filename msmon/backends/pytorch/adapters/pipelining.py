@@ -6,6 +6,7 @@ shapes that its neighbours will send: that forward is no part of the training.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from msmon.backends.pytorch.module_hook import without_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from msmon.runtime.ledger import Ledger
 
@@ -45,14 +46,21 @@ def follow_stages(ledger: Ledger) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def working_on(micro_batch: int | None) -> Iterator[None]:
+    """What runs in this context is about a micro-batch."""
+    global _current  # noqa: PLW0603 - one pipeline a process; autograd's threads must see it too
+    before, _current = _current, micro_batch
+    try:
+        yield
+    finally:
+        _current = before
+
+
 def _wrap_chunk(original: Callable[..., Any], number: str) -> Callable[..., Any]:
     def one_chunk(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's own
-        global _current  # noqa: PLW0603 - one pipeline a process; autograd's threads must see it too
-        before, _current = _current, args[0] if args else kwargs[number]
-        try:
+        with working_on(args[0] if args else kwargs[number]):
             return original(self, *args, **kwargs)
-        finally:
-            _current = before
 
     return one_chunk
 

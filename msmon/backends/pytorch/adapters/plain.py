@@ -61,6 +61,11 @@ class PlainAdapter:
     def tell_unreduced(self, ledger: Ledger, tell: Tell[Tensor]) -> None:
         """Nothing to tell: autograd's hooks do."""
 
+    def told_at_the_end(self, parameter: Tensor) -> bool:
+        """See :meth:`msmon.backends.base.Adapter.told_at_the_end`."""
+        del parameter
+        return False
+
     def unreduced_gradient(self, parameter: Tensor) -> Tensor | None:
         """``parameter.grad``: after this backward pass, before any communication."""
         return part_here(parameter.grad)

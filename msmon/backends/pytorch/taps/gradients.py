@@ -73,7 +73,7 @@ class GradientTap:
         def take(find: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> None:
             for parameter, gradient in find():
                 watched = inventory.by_id.get(id(parameter))
-                if watched is not None and watched.selected:
+                if watched is not None and watched.selected and not self._reads_each(parameter):
                     self._take_unreduced(watched, gradient)
 
         def tell(find: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> None:
@@ -114,11 +114,15 @@ class GradientTap:
         return after_accumulation
 
     def _read_unreduced(self, watched: WatchedParameter, parameter: Tensor) -> None:
-        gradient = self._adapter.unreduced_gradient(parameter)
+        gradient = self._adapter.unreduced_gradient(parameter) if self._reads_each(parameter) else None
         if gradient is None:
             self._micro_step()  # the pass counts
         else:
             self._take_unreduced(watched, gradient)
+
+    def _reads_each(self, parameter: Tensor) -> bool:
+        """Whether the hook on a parameter reads its gradient, and not only counts the pass."""
+        return self._adapter.accumulates(parameter) and (self._every or not self._adapter.told_at_the_end(parameter))
 
     def _take_unreduced(self, watched: WatchedParameter, gradient: Tensor) -> None:
         micro_step = self._micro_step()

@@ -59,4 +59,7 @@ class OptimizerStateTap:
         if not has_state and optimizer in self._stepped:
             name = type(optimizer).__name__
             log.say(f"{name} keeps no state tensors: mv_distribution records nothing for it", once=f"state:{name}")
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped, and not only been asked to: it has its state now, if it keeps any."""
         self._stepped.add(optimizer)
