@@ -14,6 +14,7 @@ BEGIN, END = "<!-- versions: written by a test -->\n", "<!-- end of versions -->
 TESTED = [
     ("DDP, FSDP1, FSDP2, tensor parallel, pipelines, ZeroRedundancyOptimizer", "torch", "test_sharded.py"),
     ("DeepSpeed", "deepspeed", "test_deepspeed.py"),
+    ("Megatron-core", "megatron-core", "test_megatron.py"),
     ("Trainer", "transformers", "test_trainers.py"),
     ("accelerate", "accelerate", "test_trainers.py"),
     ("LoRA", "peft", "test_trainers.py"),
