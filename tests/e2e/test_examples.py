@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 GPT = EXAMPLES / "gpt"
+IN_PARTS = ["fsdp", "pipeline", "tensor_parallel", "deepspeed", "megatron"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,10 @@ TRAININGS = [
         models=("Generator", "Discriminator"),
     ),
     Example("trainer", "--steps 30 --width 32 --depth 1 --length 32", GRADIENTS | MOMENTS | ACTIVATIONS, falls_to=0.8),
+    Example("accelerate", "--steps 40", GRADIENTS | MOMENTS, falls_to=0.7),
+    Example("lightning", "--steps 40", GRADIENTS | MOMENTS, falls_to=0.7),
+    Example("lora", "--steps 20 --width 32 --length 32", GRADIENTS | MOMENTS, falls_to=0.9),
+    Example("sft", "--steps 30", GRADIENTS | MOMENTS, falls_to=0.5),
     Example("vae", "--steps 80 --width 64", GRADIENTS | MOMENTS | ACTIVATIONS, falls_to=0.7),
 ]
 
@@ -96,14 +101,22 @@ def test_gpt_in_two_processes(runner: Runner) -> None:
     [
         ("fsdp", ["--steps", "40", "--width", "32", "--depth", "1"], GRADIENTS | WEIGHTS | MOMENTS),
         ("pipeline", ["--steps", "60"], GRADIENTS | MOMENTS | ACTIVATIONS),
+        ("tensor_parallel", ["--steps", "40"], GRADIENTS | WEIGHTS | MOMENTS),
+        ("deepspeed", ["--steps", "40"], GRADIENTS | WEIGHTS | MOMENTS),
+        ("megatron", ["--steps", "40"], GRADIENTS | WEIGHTS | MOMENTS),
     ],
 )
 def test_in_parts(runner: Runner, folder: str, sizes: list[str], kinds_there: set[str]) -> None:
     """Two processes with a part each train as without msmon, and every step of both is on record."""
-    script = runner.write((EXAMPLES / folder / "train.py").read_text())
-    bare = runner.bare(script, *sizes, ranks=2)
+    example = (EXAMPLES / folder / "train.py").read_text()
+    environment = {}
+    if folder == "megatron":  # it asks for CUDA throughout
+        example = f"import megatron_on_cpu\nmegatron_on_cpu.install()\n{example}"
+        environment["PYTHONPATH"] = str(EXAMPLES.parent / "tests" / "integration")
+    script = runner.write(example)
+    bare = runner.bare(script, *sizes, ranks=2, **environment)
     options = ["--config", str(EXAMPLES / folder / "monitor.json")]
-    watched = runner.monitored(script, *sizes, ranks=2, options=options)
+    watched = runner.monitored(script, *sizes, ranks=2, options=options, **environment)
     assert watched.returncode == 0, watched.stderr
     assert figures(watched.stdout) == figures(bare.stdout)
     assert figures(watched.stdout)[-1] < 0.7 * figures(watched.stdout)[0]
@@ -152,7 +165,12 @@ def test_training(runner: Runner, example: Example) -> None:
     assert set(kinds(directory)) == example.kinds
     models = watched.run_file()["models"]
     assert {model["label"] for model in models} == set(example.models)
-    names = {parameter["name"] for model in models for parameter in model["parameters"] if parameter["watched"]}
+    names = {
+        parameter["name"]
+        for model in models
+        for parameter in model["parameters"]
+        if parameter["watched"] and parameter["trainable"]
+    }
     assert names
     for kind in example.kinds & ACTIVATIONS:
         rows = watched.rows(kind)
@@ -164,7 +182,7 @@ def test_training(runner: Runner, example: Example) -> None:
         assert rows >= {(name, step) for name in names for step in steps[first:]}, kind
 
 
-@pytest.mark.parametrize("folder", ["fsdp", "gpt", "pipeline", *(example.folder for example in TRAININGS)])
+@pytest.mark.parametrize("folder", ["gpt", *IN_PARTS, *(example.folder for example in TRAININGS)])
 def test_the_training_script_knows_nothing_of_msmon(folder: str) -> None:
     """An example's training script does not mention msmon."""
     assert "msmon" not in (EXAMPLES / folder / "train.py").read_text().lower()
