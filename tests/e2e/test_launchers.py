@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -106,14 +107,26 @@ def test_two_processes_of_a_launcher(launcher: str, runner: Runner) -> None:
             *(sys.executable, "-m", "torch.distributed.run"),
             *("--standalone", "--nproc-per-node", "2"),
         ],
-        "accelerate": lambda: [installed("accelerate"), "launch", "--multi_gpu", "--num_processes", "2"],
-        "deepspeed": lambda: [installed("deepspeed"), "--num_gpus", "2", "--no_local_rank"],
+        "accelerate": lambda: [
+            *(installed("accelerate"), "launch", "--multi_gpu", "--num_processes", "2"),
+            *("--main_process_port", free_port()),
+        ],
+        "deepspeed": lambda: [
+            *(installed("deepspeed"), "--num_gpus", "2", "--no_local_rank", "--master_port", free_port()),
+        ],
         "mpirun": lambda: [installed("mpirun"), "-n", "2", sys.executable],
     }[launcher]()
     done = monitored(
         runner, *command, script(runner), ACCELERATE_USE_CPU="1", DS_ACCELERATOR="cpu", HYDRA_LAUNCHER="fork"
     )
     assert_both_ranks_are_recorded(done)
+
+
+def free_port() -> str:
+    """One that nothing listens on now; tests run side by side."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return str(one.getsockname()[1])
 
 
 PDSH = """\
@@ -143,7 +156,7 @@ def test_deepspeed_on_several_hosts(dynamic: bool, runner: Runner) -> None:
     options = ["--config", "monitor.json", *(["--dynamic"] if dynamic else [])]
     command = [
         *(deepspeed, "--hostfile", "hosts", "--launcher", "pdsh", "--no_ssh_check", "--no_local_rank"),
-        *("--master_addr", "127.0.0.1", "--master_port", "29517"),
+        *("--master_addr", "127.0.0.1", "--master_port", free_port()),
     ]
     done = runner.call(
         [MSMON, "run", "--output", str(runner.output), *options, "--", *command, script(runner)],
