@@ -106,8 +106,8 @@ def inf(seen: Observations, memory: Numbers, arguments: Mapping[str, float | Non
 def spike(seen: Observations, memory: Numbers, arguments: Mapping[str, float | None]) -> Verdict:
     """Far from the usual on a logarithmic scale, upwards or downwards.
 
-    With x = log10(abs(value)), centre c and spread s: fires when abs(x - c) > max(threshold * s, log10(factor)), once
-    ``warm_up`` values have been seen. c and s are exponential means of x and of abs(x - c); one value moves them by
+    With x = log10(abs(value)), centre c and spread s: fires when x - c > max(threshold * s, log10(factor)), or when
+    (c - x) / 2 is, once ``warm_up`` values have been seen: the gradient of a batch that is foretold already is small. c and s are exponential means of x and of abs(x - c); one value moves them by
     CLIP spreads at most (or by log10(factor)). Zeros, NaN and inf are skipped. A single number may cross 0 and become
     as small as it likes, so that for tensors of one element only the upper side counts.
     """
@@ -120,7 +120,7 @@ def spike(seen: Observations, memory: Numbers, arguments: Mapping[str, float | N
     spread = _or_zero(memory[..., 2])
     away = logarithm - centre
     settled = count >= _given(arguments, "warm_up")
-    distance = np.where(seen.layout.single[:, None], away, np.abs(away))
+    distance = np.where(seen.layout.single[:, None], away, np.maximum(away, -away / 2))
     fires = usable & settled & (distance > np.maximum(_given(arguments, "threshold") * spread, floor))
     limit = np.where(settled, np.maximum(CLIP * spread, floor), np.inf)
     pull = np.clip(away, -limit, limit)

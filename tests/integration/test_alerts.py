@@ -38,6 +38,19 @@ HEALTHY = {
     "moe": "--width 16",
     "vae": "--width 64",
 }
+WITH_FRAMEWORKS = {
+    "accelerate": (0, ""),
+    "deepspeed": (2, ""),
+    "fsdp": (2, "--width 32 --depth 1 --length 16"),
+    "lightning": (0, ""),
+    "lora": (0, ""),
+    "megatron": (2, "--length 16"),
+    "pipeline": (2, ""),
+    "sft": (0, ""),
+    "tensor_parallel": (2, ""),
+    "trainer": (0, ""),
+}
+"""Example → processes, and what makes it short."""
 
 FIRST = {
     "nan_in_a_layer": ("0:second.1.output/rank{rank}/actv", FAULTY_STEP, "AnomalyNan"),
@@ -83,9 +96,28 @@ def test_healthy_training(healthy: Finished, example: str) -> None:
     assert f"[rank {rank}] anomaly:" not in healthy.stderr
 
 
+@pytest.mark.parametrize("example", WITH_FRAMEWORKS)
+def test_healthy_training_of_a_framework(runner: Runner, example: str) -> None:
+    """The same of examples that need processes of their own: two hundred steps, everything that their monitor.json names."""
+    ranks, sizes = WITH_FRAMEWORKS[example]
+    source = (EXAMPLES / example / "train.py").read_text()
+    environment = {}
+    if example == "megatron":  # it asks for CUDA throughout
+        source = f"import megatron_on_cpu\nmegatron_on_cpu.install()\n{source}"
+        environment["PYTHONPATH"] = str(HERE)
+    options = ["--config", str(EXAMPLES / example / "monitor.json"), "--alerts"]
+    done = runner.monitored(
+        runner.write(source), "--steps", "200", *sizes.split(), ranks=ranks, options=options, **environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert {int(line["step"]) for line in done.steps()} >= set(range(200))
+    assert "no anomaly on this rank" in done.stderr
+    assert "anomaly:" not in done.stderr
+
+
 def test_every_example_is_tested() -> None:
     """A new example joins the test above."""
-    assert HEALTHY.keys() == {path.parent.name for path in EXAMPLES.glob("*/train.py")}
+    assert HEALTHY.keys() | WITH_FRAMEWORKS.keys() == {path.parent.name for path in EXAMPLES.glob("*/train.py")}
 
 
 def test_every_fault_has_its_tensor() -> None:
