@@ -96,6 +96,7 @@ def test_healthy_training(healthy: Finished, example: str) -> None:
     assert f"[rank {rank}] anomaly:" not in healthy.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", WITH_FRAMEWORKS)
 def test_healthy_training_of_a_framework(runner: Runner, example: str) -> None:
     """The same of examples that need processes of their own: two hundred steps, everything that their monitor.json names."""
