@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from msmon.offline.reader import RecordedRow, read_kind, read_steps, run_directories
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 MSMON = str(Path(sys.executable).with_name("msmon"))
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
@@ -21,6 +25,15 @@ SIX = ["min", "max", "norm", "mean", "zeros", "nans"]
 # A worker thread of gloo that frees the tensors of the last operation while the interpreter ends aborts the process, with
 # and without msmon (https://github.com/pytorch/pytorch/issues/190489): scripts give it the time to do so before.
 SETTLE = "__import__('time').sleep(0.2)"
+
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
+
+# A shell ignores these for what it starts in the background, and what is ignored stays ignored in every process started
+# from there. The tests are about signals that arrive.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 @dataclass(frozen=True)
@@ -109,3 +122,26 @@ def launcher(ranks: int) -> list[str]:
 @pytest.fixture
 def runner(tmp_path: Path) -> Runner:
     return Runner(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def leave_no_trace() -> Iterator[None]:
+    """What a test that fails half-way leaves behind must not decide how the next one ends."""
+    environment, folder, path = dict(os.environ), Path.cwd(), list(sys.path)
+    handlers = {number: signal.getsignal(number) for number in HANDLED}
+    tracing, profiling = sys.gettrace(), sys.getprofile()
+    yield
+    sys.settrace(tracing)
+    sys.setprofile(profiling)
+    for number, handler in handlers.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
+    if os.environ != environment:
+        os.environ.clear()
+        os.environ.update(environment)
+    os.chdir(folder)
+    sys.path[:] = path
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +102,7 @@ def test_processes_of_a_launcher(runner: Runner) -> None:
 def test_a_command_in_which_nothing_is_seen(runner: Runner) -> None:
     """No training step: exit 1; each process has its line, and one without its environment has none."""
     runner.write(TRAIN)
-    python = sys.executable
+    python = shlex.quote(sys.executable)
     done = doctor(
         runner, "--", "sh", "-c", f"{python} -c pass; env -i {python} train.py; {python} -c 'import torch'; exit 3"
     )

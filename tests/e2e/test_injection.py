@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -254,7 +255,7 @@ def test_every_way_to_start_python_is_reached(way: str, injected: Injected) -> N
         "-s": [python, "-s", script],
         "-P": [python, *(["-P"] if sys.version_info >= (3, 11) else []), script],
         "-X utf8": [python, "-X", "utf8", "-u", script],
-        "shell": ["sh", "-c", f"{python} {script}"],
+        "shell": ["sh", "-c", shlex.join([python, script])],
         "env": ["env", "TASK=1", python, script],
         "profile": [python, "-m", "cProfile", "-o", "profile", script],
         "path": ["show"],
@@ -581,7 +582,7 @@ def test_signals_are_found_as_without_us(injected: Injected) -> None:
 
 def test_a_reader_that_leaves_ends_the_command(injected: Injected) -> None:
     """A pipe whose reader is gone ends an ordinary command by SIGPIPE, silently, as in any shell."""
-    done = injected.plain("bash", "-c", f"{MSMON} run -- yes | head -n 1; exit ${{PIPESTATUS[0]}}")
+    done = injected.plain("bash", "-c", f"{shlex.quote(MSMON)} run -- yes | head -n 1; exit ${{PIPESTATUS[0]}}")
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGPIPE, "y\n", "")
 
 

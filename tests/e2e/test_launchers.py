@@ -210,13 +210,13 @@ def test_whatever_a_shell_script_starts(runner: Runner) -> None:
         f"""
         set -e
         python="{sys.executable}"
-        sh -c "$python train.py"
+        sh -c "'$python' train.py"
         nohup "$python" train.py >/dev/null
         (cd . && TASK=1 "$python" train.py)
         echo train.py | xargs "$python"
         "$python" train.py & wait $!
         env -i "$python" train.py
-        {MSMON} run --output "{runner.output}" -- "$python" train.py
+        "{MSMON}" run --output "{runner.output}" -- "$python" train.py
         exec env -u TASK "$python" train.py
         """,
         "run.sh",

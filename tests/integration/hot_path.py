@@ -18,6 +18,7 @@ from truth import batch, net
 
 from msmon.backends.pytorch import devices
 from msmon.pytorch import TrainerMon
+from msmon.runtime.frames import MSMON
 from msmon.runtime.writer import Writer
 
 
@@ -159,7 +160,7 @@ def count_calls() -> dict[str, dict[str, int]]:
         calls: collections.Counter[str] = collections.Counter()
 
         def note(frame: Any, event: str, _arg: Any, calls: collections.Counter[str] = calls) -> None:
-            if event == "call" and "/msmon/" in frame.f_code.co_filename:
+            if event == "call" and frame.f_code.co_filename.startswith(MSMON):
                 calls[frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name] += 1
 
         inputs = batch(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -223,7 +224,7 @@ def test_rule_and_command_of_the_user(runner: Runner, tmp_path: Path) -> None:
     told = tmp_path / "told"
     runner.write("import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(sys.argv[2])", "tell.py")
     rules = ["--rule", "checks:second_bias", "--rule", "checks:broken", "--no-alerts", "--on-alert", "dump"]
-    command = ["--on-alert-command", f"{sys.executable} {tmp_path / 'tell.py'} {told}"]
+    command = ["--on-alert-command", shlex.join([sys.executable, str(tmp_path / "tell.py"), str(told)])]
     done = runner.monitored(script, options=["--gradients", *rules, *command])
     assert done.returncode == 0, done.stderr
     ((_, entry),) = anomalies(done).items()

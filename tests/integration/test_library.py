@@ -19,6 +19,7 @@ from msmon import log
 from msmon.errors import ArgumentError, ConfigError, MsmonError
 from msmon.offline.reader import RecordedRow, read_kind, read_steps, run_directories
 from msmon.pytorch import TrainerMon
+from msmon.runtime.frames import MSMON
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -483,7 +484,7 @@ class Interruption:
         self.left, self.kind = after, kind
 
     def __call__(self, frame: Any, event: str, _: object) -> Any:
-        if "/msmon/" not in frame.f_code.co_filename:
+        if not frame.f_code.co_filename.startswith(MSMON):
             return None
         if event == "line":
             self.left -= 1

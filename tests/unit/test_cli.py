@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -435,7 +436,7 @@ def test_the_zsh_script_completes_when_it_is_autoloaded() -> None:
 def test_bash_completes(words: list[str], expected: set[str]) -> None:
     """The function that bash registers for `msmon` offers the commands and options that fit."""
     script = f"""
-source {COMPLETIONS / "msmon.bash"}
+source {shlex.quote(str(COMPLETIONS / "msmon.bash"))}
 eval "set -- $(complete -p msmon)"
 while [[ $1 != -F ]]; do shift; done
 COMP_WORDS=("${{WORDS[@]}}"); COMP_CWORD={len(words) - 1}
