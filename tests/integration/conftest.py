@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from conftest import Runner
 from integration.truth import Observed
 
+from msmon import log
+from msmon.offline.reader import RecordedRow, read_kind, run_directories
+from msmon.pytorch import TrainerMon
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 HERE = Path(__file__).parent
 
@@ -50,3 +54,32 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Observed
         return runs[key]
 
     return run
+
+
+class Room:
+    """Makes monitors that write into one folder, and reads back what they wrote."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.monitors: list[TrainerMon] = []
+
+    def monitor(self, *, params_have_main_grad: bool = False, **config: Any) -> TrainerMon:
+        path = self.folder / "monitor.json"
+        path.write_text(json.dumps({"wg_distribution": True, "ndigits": 16, **config}))
+        self.monitors.append(TrainerMon(path, params_have_main_grad=params_have_main_grad))
+        return self.monitors[-1]
+
+    def rows(self, kind: str) -> list[RecordedRow]:
+        for monitor in self.monitors:
+            monitor.close()
+        return [row for directory in run_directories(self.folder / "out") for row in read_kind(directory, kind)]
+
+
+@pytest.fixture
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
+    monkeypatch.setenv("MONITOR_OUTPUT_DIR", str(tmp_path / "out"))
+    monkeypatch.setattr(log, "_said", {})
+    made = Room(tmp_path)
+    yield made
+    for monitor in made.monitors:
+        monitor.close()

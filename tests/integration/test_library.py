@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import signal
 import sys
 import threading
@@ -15,44 +14,13 @@ import torch
 from integration.truth import batch, net
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from msmon import log
 from msmon.errors import ArgumentError, ConfigError, MsmonError
-from msmon.offline.reader import RecordedRow, read_kind, read_steps, run_directories
+from msmon.offline.reader import read_kind, read_steps, run_directories
 from msmon.pytorch import TrainerMon
 from msmon.runtime.frames import MSMON
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-
-class Room:
-    """Makes monitors that write into one folder, and reads back what they wrote."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.monitors: list[TrainerMon] = []
-
-    def monitor(self, *, params_have_main_grad: bool = False, **config: Any) -> TrainerMon:
-        path = self.folder / "monitor.json"
-        path.write_text(json.dumps({"wg_distribution": True, "ndigits": 16, **config}))
-        self.monitors.append(TrainerMon(path, params_have_main_grad=params_have_main_grad))
-        return self.monitors[-1]
-
-    def rows(self, kind: str) -> list[RecordedRow]:
-        for monitor in self.monitors:
-            monitor.close()
-        return [row for directory in run_directories(self.folder / "out") for row in read_kind(directory, kind)]
-
-
-@pytest.fixture
-def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
-    monkeypatch.setenv("MONITOR_OUTPUT_DIR", str(tmp_path / "out"))
-    monkeypatch.setattr(log, "_said", {})
-    made = Room(tmp_path)
-    yield made
-    for monitor in made.monitors:
-        monitor.close()
+    from integration.conftest import Room
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer, steps: int = 2, first: int = 0) -> list[float]:

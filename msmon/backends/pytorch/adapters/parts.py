@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
+
+_DEPTH = 8
+_MOST = 1024
+"""Containers inside each other, and tensors of one parameter, that are looked at."""
 
 
 def is_distributed(tensor: Tensor) -> bool:
@@ -44,3 +53,27 @@ def place_of(tensor: Tensor) -> dict[str, Any]:
     except (ImportError, NotImplementedError):  # before torch 2.5, or strided shards: the parts are not located
         return found
     return {**found, "offset": list(offset)}
+
+
+def tensors_inside(state: Mapping[Any, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors at any depth of an optimizer's state, each with its path, such as ``block_0.factors[1]``.
+
+    Containers that contain themselves are entered once, and not more than a bounded number of tensors is given.
+    """
+    seen: set[int] = set()
+    left = _MOST
+    stack: list[tuple[str, Any, int]] = [("", state, 0)]
+    while stack and left:
+        path, value, depth = stack.pop()
+        if isinstance(value, torch.Tensor):
+            left -= 1
+            yield path, value
+        elif depth < _DEPTH and id(value) not in seen:
+            seen.add(id(value))
+            if isinstance(value, Mapping):
+                inside = [(f"{path}.{key}" if path else str(key), part, depth + 1) for key, part in value.items()]
+            elif isinstance(value, (list, tuple)):
+                inside = [(f"{path}[{number}]", part, depth + 1) for number, part in enumerate(value)]
+            else:
+                continue
+            stack += reversed(inside)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from msmon.backends.pytorch.adapters.parts import part_here, place_of
+from msmon.backends.pytorch.adapters.parts import part_here, place_of, tensors_inside
 from msmon.backends.pytorch.adapters.registered import registered_parameters
 from msmon.backends.pytorch.naming import walk_parameters, wrappers_around
 
@@ -80,14 +80,16 @@ class PlainAdapter:
         return part_here(main_grad if isinstance(main_grad, torch.Tensor) else parameter.grad)
 
     def state(self, optimizer: Optimizer, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor in ``optimizer.state[parameter]`` but the step counter. Looking creates no entry."""
+        """Every tensor in ``optimizer.state[parameter]`` but the step counter. Looking creates no entry.
+
+        Keys of dictionaries inside are joined by dots, positions in lists stand in brackets: ``block_0.factors[1]``.
+        """
         entries = optimizer.state.get(parameter)
         if entries is not None and hasattr(entries, "items"):
-            for key, value in entries.items():
-                if isinstance(value, torch.Tensor) and key != _COUNTER:
-                    part = part_here(value)
-                    if part is not None:
-                        yield str(key), part
+            for key, value in tensors_inside({key: value for key, value in entries.items() if key != _COUNTER}):
+                part = part_here(value)
+                if part is not None:
+                    yield key, part
 
     def steps_taken(self, optimizer: Optimizer, parameter: Tensor) -> Any:  # noqa: ANN401 - as the optimizer keeps it
         """``optimizer.state[parameter]["step"]``."""

@@ -7,22 +7,42 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from msmon.backends.pytorch.kernels.layouts import is_freed
+from msmon.backends.pytorch.kernels.layouts import TORCHS_OWN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import Tensor
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Classes whose elements lie where they say."""
+_IN_MEMORY = frozenset(
+    {"ADInplaceOrView"}
+    | {layer + backend for layer in ("", "Autograd", "Autocast") for backend in ("CPU", "CUDA", "PrivateUse1")}
+)
+"""Dispatch keys of tensors whose elements lie as numbers where ``data_ptr`` says. Any other key means something else:
+conjugated, negated, zero without memory, sparse, quantised, nested, functional, fake, wrapped by a transform."""
+
+_judged: dict[int, bool] = {}
+_dispatch_keys = getattr(torch._C, "_dispatch_keys", None)  # noqa: SLF001 - torch has no public name for it
+
+
+def _lies_in_memory(tensor: Tensor) -> bool:
+    if type(tensor) not in TORCHS_OWN or _dispatch_keys is None:
+        return False
+    keys = _dispatch_keys(tensor)
+    number = keys.raw_repr()
+    found = _judged.get(number)
+    if found is None:
+        names = str(keys).removeprefix("DispatchKeySet(").removesuffix(")")
+        found = _judged[number] = _IN_MEMORY.issuperset(names.split(", "))
+    return found
 
 
 def lies_dense(tensor: Tensor) -> bool:
-    """Whether the elements of a tensor fill one stretch of memory, in whatever order."""
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_neg():
+    """Whether the elements of a tensor fill one stretch of memory of its own, in whatever order."""
+    if not _lies_in_memory(tensor):
         return False
-    if tensor.is_meta or is_freed(tensor):
+    count = tensor.numel()
+    if count and tensor.untyped_storage().nbytes() < (tensor.storage_offset() + count) * tensor.itemsize:
         return False
     if tensor.is_contiguous():
         return True

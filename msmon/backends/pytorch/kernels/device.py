@@ -59,7 +59,7 @@ class DeviceKernel:
         batches: dict[torch.dtype, Batch] = {}
         rest = []
         for line, tensor in enumerate(tensors):
-            if tensor.dtype in _READABLE and lies_dense(tensor):
+            if lies_dense(tensor) and tensor.dtype in _READABLE:
                 batches.setdefault(tensor.dtype, Batch()).add(line, tensor)
             else:
                 rest.append(line)

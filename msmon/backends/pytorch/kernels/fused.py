@@ -75,8 +75,10 @@ class FusedKernel:
         batches: dict[torch.dtype, Batch] = {}
         rest = []
         for line, tensor in enumerate(tensors):
-            dtype = tensor.dtype
-            if dtype in self._readable and tensor.is_cpu and lies_dense(tensor):
+            if (
+                lies_dense(tensor) and tensor.is_cpu and tensor.dtype in self._readable
+            ):  # asked first: of a class of torch
+                dtype = tensor.dtype
                 batch = batches.get(dtype)
                 if batch is None:
                     batch = batches[dtype] = Batch()
@@ -99,8 +101,10 @@ class FusedKernel:
 
     def _small(self, tensor: Tensor, eps: float) -> Tensor | None:
         """The line of one small tensor, as hooks read them, if the loops can tell it."""
+        if not (lies_dense(tensor) and tensor.is_cpu and tensor.dtype in self._loops):
+            return None
         count = tensor.numel()
-        if count > BLOCK or tensor.dtype not in self._loops or not (tensor.is_cpu and lies_dense(tensor)):
+        if count > BLOCK:
             return None
         key = tensor.dtype, eps
         rooms = self._rooms.setdefault(key, [])

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from msmon import log
+from msmon.backends.base import UnsupportedTensorError
+from msmon.backends.pytorch.roots import optimizer_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
     from torch.optim import Optimizer
@@ -20,6 +25,9 @@ if TYPE_CHECKING:
     from msmon.backends.pytorch.watched import WatchedParameter
 
 _UNSAFE = re.compile(r"[^\w.-]")
+_POSITION = re.compile(r"\[\d+\]")
+_LONGEST = 100
+"""Characters of a key in a file's name."""
 
 
 class OptimizerStateTap:
@@ -43,17 +51,25 @@ class OptimizerStateTap:
                 key is the one whose tensor is read.
             parameters: Its watched parameters.
         """
-        by_key: dict[str, list[tuple[WatchedParameter, Tensor]]] = {}
+        by_kind: dict[str, list[tuple[WatchedParameter, Tensor]]] = {}
         for watched in parameters:
             found: dict[str, Tensor] = {}
             for optimizer in optimizers:
                 for key, tensor in self._adapter.state(optimizer, watched.parameter):
-                    found.setdefault(_UNSAFE.sub("_", key), tensor)
+                    found.setdefault(key, tensor)
+            owner = _owner(optimizers[0], watched, found)
             for key, tensor in found.items():
-                by_key.setdefault(key, []).append((watched, tensor))
-        for key, named in by_key.items():
-            self._reduction.add(recorder, key, named)
-        self._say_when_stateless(optimizers[0], bool(by_key))
+                kind = _UNSAFE.sub("_", _POSITION.sub("", key))[:_LONGEST]
+                if tensor.dtype is torch.uint8 and watched.parameter.is_floating_point():
+                    reason = "8-bit codes, whose numbers only the optimizer knows"
+                    self._reduction.leave_out(owner.name, kind, UnsupportedTensorError(reason))
+                    continue
+                position = "".join(_POSITION.findall(key))
+                named = replace(owner, name=owner.name + position) if position else owner
+                by_kind.setdefault(kind, []).append((named, tensor))
+        for kind, tensors in by_kind.items():
+            self._reduction.add(recorder, kind, tensors)
+        self._say_when_stateless(optimizers[0], bool(by_kind))
 
     def _say_when_stateless(self, optimizer: Optimizer, has_state: bool) -> None:  # noqa: FBT001 - private, one caller
         if not has_state and optimizer in self._stepped:
@@ -63,3 +79,17 @@ class OptimizerStateTap:
     def note_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped, and not only been asked to: it has its state now, if it keeps any."""
         self._stepped.add(optimizer)
+
+
+def _owner(optimizer: Optimizer, watched: WatchedParameter, state: Mapping[str, Tensor]) -> WatchedParameter:
+    """Whose state it is: the parameter's, or the optimizer's own.
+
+    An optimizer that sees its parameters as one vector (LBFGS) keeps what it knows of that under its first parameter.
+    """
+    if len(optimizer.state) != 1 or not any(tensor.shape != watched.parameter.shape for tensor in state.values()):
+        return watched
+    parameters = optimizer_parameters(optimizer)
+    total = sum(parameter.numel() for parameter in parameters)
+    if len(parameters) == 1 or all(tensor.numel() != total for tensor in state.values()):
+        return watched
+    return replace(watched, name=type(optimizer).__name__)

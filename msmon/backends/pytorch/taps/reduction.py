@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from msmon import log
 from msmon.backends.base import UnsupportedTensorError
 from msmon.backends.pytorch.recorder import describe, parts_by_device
+from msmon.runtime.interruption import from_signal_handler
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from msmon.backends.pytorch.watched import WatchedParameter
     from msmon.record.table import Row
     from msmon.stats.definitions import Statistic
+
+T = TypeVar("T")
 
 
 class Reduction:
@@ -44,7 +47,7 @@ class Reduction:
         try:
             return self._kernel.reduce([tensor], self._statistics, self._eps, divisor=divisor)
         except UnsupportedTensorError as error:
-            self._leave_out(row, error)
+            self.leave_out(row.name, row.kind, error)
             return None
 
     def add(
@@ -54,23 +57,71 @@ class Reduction:
         named: Sequence[tuple[WatchedParameter, Tensor]],
         divisor: Tensor | None = None,
     ) -> None:
-        """Reduce tensors of one kind into the recorder, device by device, in their order."""
+        """Reduce tensors of one kind into the recorder, device by device, in their order.
+
+        A tensor that cannot be read is left out and named once; the others have their rows.
+        """
         for positions in parts_by_device([tensor for _, tensor in named]).values():
-            tensors = [named[position][1] for position in positions]
-            rows = [
-                describe(kind, watched.name, watched.stage, tensor)
-                for watched, tensor in map(named.__getitem__, positions)
-            ]
-            on_device = divisor.to(tensors[0].device) if divisor is not None else None
+            together = [named[position] for position in positions]
+            on_device = divisor.to(together[0][1].device) if divisor is not None else None
             try:
-                recorder.add(rows, [self._kernel.reduce(tensors, self._statistics, self._eps, divisor=on_device)])
-            except UnsupportedTensorError:
-                for row, tensor in zip(rows, tensors, strict=True):
-                    numbers = self.one(row, tensor, on_device)
-                    if numbers is not None:
-                        recorder.add([row], [numbers])
+                self._add(recorder, kind, together, on_device)
+            except Exception as error:
+                if from_signal_handler(error):
+                    raise
+                self._add_each(recorder, kind, together, on_device, error)
+
+    def _add(
+        self,
+        recorder: StepRecorder,
+        kind: str,
+        named: Sequence[tuple[WatchedParameter, Tensor]],
+        divisor: Tensor | None,
+    ) -> None:
+        rows = [describe(kind, watched.name, watched.stage, tensor) for watched, tensor in named]
+        tensors = [tensor for _, tensor in named]
+        recorder.add(rows, [self._kernel.reduce(tensors, self._statistics, self._eps, divisor=divisor)])
+
+    def _add_each(
+        self,
+        recorder: StepRecorder,
+        kind: str,
+        named: Sequence[tuple[WatchedParameter, Tensor]],
+        divisor: Tensor | None,
+        cause: Exception,
+    ) -> None:
+        """One by one, after all together have failed.
+
+        Raises:
+            Exception: ``cause``, when it is no tensor's fault: none of them can be read, and not because of what it is.
+        """
+        failed: list[tuple[str, Exception]] = []
+        for watched, tensor in named:
+            try:
+                self._add(recorder, kind, [(watched, tensor)], divisor)
+            except Exception as error:  # noqa: PERF203 - each on its own, that is what this is for
+                if from_signal_handler(error):
+                    raise
+                failed.append((watched.name, error))
+        if len(failed) == len(named) and not all(isinstance(error, UnsupportedTensorError) for _, error in failed):
+            raise cause
+        for name, reason in failed:
+            self.leave_out(name, kind, reason)
+
+    def attempt(self, name: str, kind: str, compute: Callable[[], T]) -> T | None:
+        """What is computed of one tensor before it is reduced; ``None`` when that fails, and the tensor is left out."""
+        try:
+            return compute()
+        except Exception as error:
+            if from_signal_handler(error):
+                raise
+            self.leave_out(name, kind, error)
+            return None
 
     @staticmethod
-    def _leave_out(row: Row, reason: object) -> None:
-        text = f"{row.name} has no {row.kind}: {reason}; others like it are left out too"
-        log.say(text, once=f"unsupported:{row.kind}:{reason}")
+    def leave_out(name: str, kind: str, error: Exception) -> None:
+        """Say of a tensor that has no row why, once a reason."""
+        reason = str(error) if isinstance(error, UnsupportedTensorError) else f"{type(error).__name__}: {error}"
+        reason = " ".join(reason.split())[:300]
+        text = f"{name} has no {kind}: {reason}; others like it are left out too"
+        log.say(text, once=f"unsupported:{kind}:{reason}")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from msmon import log
+from msmon.backends.base import UnsupportedTensorError
 from msmon.backends.pytorch.devices import accumulation_dtype
 from msmon.backends.pytorch.histogram import Histogram
+from msmon.backends.pytorch.kernels.layouts import TORCHS_OWN, of_torchs_own_class
 from msmon.backends.pytorch.recorder import describe
 from msmon.record.table import HISTOGRAM
 from msmon.stats.histogram import BINS
@@ -28,6 +31,7 @@ DIRECTION = "other"
 UPDATE = "update"
 RATIO = "update_ratio"
 
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 
 _ADAM = frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "NpuFusedAdam", "NpuFusedAdamW"})
@@ -62,7 +66,10 @@ class DirectionTap:
             state = _state(self._adapter, optimizers, watched.parameter)
             moment = next((state[key] for key in _FIRST_MOMENTS if key in state), None)
             if moment is not None:
-                named.append((watched, direction(gradient, moment)))
+                agreement = functools.partial(direction, gradient, moment)
+                share = self._reduction.attempt(watched.name, DIRECTION, agreement)
+                if share is not None:
+                    named.append((watched, share))
             elif id(watched.parameter) not in self._seen:
                 named.append((watched, torch.ones((), dtype=torch.float32, device=gradient.device)))
             else:
@@ -83,6 +90,8 @@ def direction(gradient: Tensor, moment: Tensor) -> Tensor:
     Returns:
         0-d float32.
     """
+    if gradient.shape != moment.shape:
+        raise UnsupportedTensorError("its first moment has another shape")
     gradient, moment = _dense(gradient), _dense(moment)
     if gradient.dtype != moment.dtype:
         gradient = gradient.to(moment.dtype)
@@ -143,20 +152,32 @@ class UpdateTap:
         for watched in parameters:
             adam, group = groups.get(id(watched.parameter), (None, {}))
             if adam is not None and id(watched.parameter) in self._with_gradient:
-                state = dict(self._adapter.state(adam, watched.parameter))
-                steps = self._adapter.steps_taken(adam, watched.parameter)
-                update = adam_update(state if steps is None else {**state, "step": steps}, group)
-                if update is not None:
-                    self._add(recorder, watched, update)
+                self._reduction.attempt(
+                    watched.name, UPDATE, functools.partial(self._read_one, recorder, adam, group, watched)
+                )
         self._with_gradient.clear()
+
+    def _read_one(
+        self, recorder: StepRecorder, adam: Optimizer, group: Mapping[str, Any], watched: WatchedParameter
+    ) -> None:
+        state = dict(self._adapter.state(adam, watched.parameter))
+        moments = [state[key] for key in _MOMENTS if key in state]
+        if any(type(moment) not in TORCHS_OWN for moment in moments):
+            raise UnsupportedTensorError(f"{type(moments[0]).__name__} holds rounded moments, not those of the update")
+        steps = self._adapter.steps_taken(adam, watched.parameter)
+        update = adam_update(state if steps is None else {**state, "step": steps}, group)
+        if update is not None:
+            self._add(recorder, watched, update)
 
     def _add(self, recorder: StepRecorder, watched: WatchedParameter, update: Tensor) -> None:
         weight = self._adapter.weight(watched.parameter)
         if weight is None:
             return
         weight = weight.detach()
-        if update.shape != weight.shape:
+        if weight.is_complex():
             weight = torch.view_as_real(weight)
+        if update.shape != weight.shape:
+            raise UnsupportedTensorError("its moments have another shape than the weight")
         self._add_one(recorder, UPDATE, watched, update)
         self._add_one(recorder, RATIO, watched, update.div_(weight))
 
@@ -214,6 +235,6 @@ def _state(adapter: PlainAdapter, optimizers: Sequence[Optimizer], parameter: Te
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
+    tensor = of_torchs_own_class(tensor).detach()
     tensor = tensor if tensor.layout is torch.strided else tensor.to_dense()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -1,0 +1,275 @@
+"""Tensors whose elements are not where torch says, or have another shape than their parameter: they cost the others nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from integration.truth import batch, net
+from torch import nn
+
+if TYPE_CHECKING:
+    from integration.conftest import Room
+
+SIX = ["min", "max", "norm", "mean", "zeros", "nans"]
+
+
+class Codes(torch.Tensor):
+    """Eight-bit codes and a scale, as the state of low-bit optimizers: a wrapper that has no memory of its own."""
+
+    @staticmethod
+    def __new__(cls: Any, codes: torch.Tensor, scale: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> Any:
+        scale = values.abs().max().clamp(min=1e-12) / 127
+        return cls((values / scale).round().to(torch.int8), scale)
+
+    def values(self) -> torch.Tensor:
+        return self.codes.float() * self.scale
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = args[0]
+        if function is torch.ops.aten.copy_.default:
+            new = cls.of(args[1].values() if isinstance(args[1], Codes) else args[1])
+            first.codes.copy_(new.codes)
+            first.scale.copy_(new.scale)
+            return first
+        if function is torch.ops.aten.lerp.Scalar:
+            return first.values().lerp(args[1], args[2])
+        if function in {torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten.view.default}:
+            shape = args[1] if len(args) > 1 else first.shape
+            return cls(first.codes.clone().view(shape), first.scale.clone())
+        raise NotImplementedError(f"{function} of {cls.__name__}")
+
+
+class Dequantized(Codes):
+    """The same, with the method by which such classes hand out their values."""
+
+    def dequantize(self) -> torch.Tensor:
+        return self.values()
+
+
+class Momentum(torch.optim.Optimizer):
+    """Keeps its momentum in a class of ours, for all parameters or for those of some shapes."""
+
+    def __init__(self, parameters: Any, make: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.make = make
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    if not state:
+                        state.update(self.make(parameter))
+                    self.update(parameter, state)
+
+    def update(self, parameter: torch.Tensor, state: Any) -> None:
+        moment = state.get("exp_avg")
+        if isinstance(moment, Codes):
+            moment.copy_(moment.lerp(parameter.grad, 0.5))
+            parameter -= 0.1 * moment.values()
+        else:
+            parameter -= 0.1 * parameter.grad
+
+
+def trained(optimizer: Any, model: nn.Module, steps: int = 3) -> list[torch.Tensor]:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(batch(step)).pow(2).mean().backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def model_of(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model: nn.Module = net("Net")
+    return model
+
+
+@pytest.mark.parametrize("cls", [Codes, Dequantized])
+def test_state_in_a_class_of_its_own(room: Room, cls: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its values where the class hands them out, else no row and a line that names the tensor; never foreign memory."""
+    bare = model_of()
+    expected = trained(Momentum(bare.parameters(), lambda p: {"exp_avg": cls.of(torch.zeros_like(p))}), bare)
+    model = model_of()
+    optimizer = Momentum(model.parameters(), lambda p: {"exp_avg": cls.of(torch.zeros_like(p))})
+    room.monitor(mv_distribution=True, mg_direction=True, ur_distribution=True, ops=SIX).set_monitor(
+        model, 1, optimizer
+    )
+    norms: dict[tuple[str, int], float] = {}
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(step)).pow(2).mean().backward()
+        for name, parameter in model.named_parameters():
+            if optimizer.state[parameter]:
+                norms[name, step] = float(optimizer.state[parameter]["exp_avg"].values().double().norm())
+        optimizer.step()
+    assert all(torch.equal(*pair) for pair in zip(expected, model.parameters(), strict=True))
+    rows = room.rows("exp_avg")
+    said = capfd.readouterr().err
+    if cls is Dequantized:
+        assert {(row.name, row.step): row["norm"] for row in rows} == pytest.approx(norms)
+        assert len(room.rows("other")) == 12
+    else:
+        assert rows == []
+        assert said.count("0.weight has no exp_avg: only Codes itself knows where its elements are") == 1
+    assert len(room.rows("grad_reduced")) == 12
+    assert "switched off" not in said
+
+
+class Params4bit(nn.Parameter):
+    """As bitsandbytes keeps a weight: two numbers a byte, and how to read them beside it."""
+
+    quant_state: Any = ()
+
+
+class Packed(nn.Module):
+    """A frozen quantised base with a trainable head, and a weight of a class that implements next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = Params4bit(torch.arange(32, dtype=torch.uint8).reshape(-1, 1), requires_grad=False)
+        self.wrapped = nn.Parameter(Opaque(torch.randn(4, 4)), requires_grad=False)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+class Opaque(torch.Tensor):
+    """A wrapper that can be detached and nothing else."""
+
+    @staticmethod
+    def __new__(cls: Any, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        raise NotImplementedError(function)
+
+
+def test_weights_that_cannot_be_read(room: Room, capfd: pytest.CaptureFixture[str]) -> None:
+    """Packed and opaque weights are left out, each named once; the head has all its rows."""
+    model = Packed()
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    room.monitor(param_distribution=True, xy_distribution=True, all_xy=True, ops=SIX).set_monitor(model, 1, optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(2, 4)).pow(2).mean().backward()
+        optimizer.step()
+    for kind in ("param_origin", "param_updated"):
+        assert [(row.name, row.step) for row in room.rows(kind)] == [
+            (name, step) for step in range(3) for name in ("head.weight", "head.bias")
+        ]
+    said = capfd.readouterr().err
+    assert said.count("packed has no param_origin: a Params4bit packs its numbers into torch.uint8") == 1
+    assert said.count("wrapped has no param_origin: ") == 1
+    assert "switched off" not in said
+
+
+def low_rank(parameter: torch.Tensor) -> dict[str, Any]:
+    """As GaLore: the moments of a matrix are those of its projection."""
+    shape = (2, parameter.shape[1]) if parameter.dim() == 2 else parameter.shape
+    return {"exp_avg": torch.ones(shape), "exp_avg_sq": torch.ones(shape), "step": torch.tensor(1.0)}
+
+
+class AdamW(Momentum):
+    """Has the name by which an optimizer is known whose update is Adam's."""
+
+
+def test_state_of_another_shape(room: Room, capfd: pytest.CaptureFixture[str]) -> None:
+    """Low-rank moments have rows; what needs the parameter's shape is left out for that parameter only."""
+    model = model_of()
+    optimizer = AdamW(model.parameters(), low_rank)
+    for group in optimizer.param_groups:
+        group.update(betas=(0.9, 0.999), eps=1e-8)
+    config = {"mv_distribution": True, "mg_direction": True, "ur_distribution": True, "param_distribution": True}
+    room.monitor(**config).set_monitor(model, 1, optimizer)
+    trained(optimizer, model)
+    names = [name for name, _ in model.named_parameters()]
+    biases = [name for name in names if name.endswith("bias")]
+    assert {row.name for row in room.rows("exp_avg")} == set(names)
+    assert {row.name for row in room.rows("other") if row.step > 0} == set(biases)
+    assert {row.name for row in room.rows("update")} == {row.name for row in room.rows("update_ratio")} == set(biases)
+    said = capfd.readouterr().err
+    assert said.count("0.weight has no other: its first moment has another shape") == 1
+    assert said.count("0.weight has no update: its moments have another shape than the weight") == 1
+    assert "switched off" not in said
+
+
+def nested(parameter: torch.Tensor) -> dict[str, Any]:
+    """As Shampoo: factors by block, in dictionaries and lists; one that contains itself."""
+    state: dict[str, Any] = {
+        "step": 1,
+        "block_0": {"left": parameter.detach() * 2, "factors": [torch.ones(2), torch.ones(3)]},
+    }
+    state["block_0"]["itself"] = state
+    return state
+
+
+def test_nested_state(room: Room, capfd: pytest.CaptureFixture[str]) -> None:
+    """Keys of dictionaries inside are joined by dots to the kind; a position in a list goes to the row's name."""
+    model = model_of()
+    optimizer = Momentum(model.parameters(), nested)
+    room.monitor(mv_distribution=True).set_monitor(model, 1, optimizer)
+    before = dict(model.named_parameters())["0.weight"].detach().double().norm()
+    trained(optimizer, model, 2)
+    left = {row.name: row for row in room.rows("block_0.left")}
+    assert set(left) == dict(model.named_parameters()).keys()
+    assert left["0.weight"]["norm"] == pytest.approx(2 * float(before))
+    assert [row.name for row in room.rows("block_0.factors")][:2] == ["0.weight[0]", "0.weight[1]"]
+    assert "keeps no state" not in capfd.readouterr().err
+
+
+def test_state_of_the_whole_optimizer(room: Room) -> None:
+    """LBFGS sees its parameters as one vector: what it knows of that is its own, not its first parameter's."""
+    model = model_of()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+    room.monitor(mv_distribution=True).set_monitor(model, 1, optimizer)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = model(batch(0)).pow(2).mean()
+        loss.backward()
+        return loss
+
+    directions = []
+    for _ in range(3):
+        state = optimizer.state.get(next(model.parameters()), {})
+        if "d" in state:
+            directions.append(float(state["d"].double().norm()))
+        optimizer.step(closure)
+    assert [(row.name, row.step) for row in room.rows("d")] == [("LBFGS", 1), ("LBFGS", 2)]
+    assert [row["norm"] for row in room.rows("d")] == pytest.approx(directions)
+    assert {row.name for row in room.rows("old_dirs")} >= {"LBFGS[0]"}
+
+
+def test_codes_in_the_state(room: Room, capfd: pytest.CaptureFixture[str]) -> None:
+    """Eight-bit codes (bitsandbytes' ``state1``) are no numbers: left out and named, what stands beside them has rows."""
+    model = model_of()
+
+    def coded(parameter: torch.Tensor) -> dict[str, Any]:
+        return {"state1": torch.zeros_like(parameter, dtype=torch.uint8), "absmax1": torch.ones(3)}
+
+    optimizer = Momentum(model.parameters(), coded)
+    room.monitor(mv_distribution=True).set_monitor(model, 1, optimizer)
+    trained(optimizer, model)
+    assert room.rows("state1") == []
+    assert len(room.rows("absmax1")) == 8
+    assert "0.weight has no state1: 8-bit codes, whose numbers only the optimizer knows" in capfd.readouterr().err
