@@ -6,14 +6,16 @@ import os
 import queue
 import threading
 import time
-import weakref
 from collections import deque
 from typing import TYPE_CHECKING
 
 from msmon import log
+from msmon.runtime.references import IdentitySet
 from msmon.sinks.base import RecordedStep
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from msmon.record.table import StepTable
     from msmon.sinks.base import Sink
 
@@ -29,7 +31,9 @@ EXIT_LIMIT = 30.0
 FORK_LIMIT = 1.0
 """Seconds that a fork waits for the table that is being written."""
 
-_writers: weakref.WeakSet[Writer] = weakref.WeakSet()
+TABLE, END = "table", "end"
+
+_writers: IdentitySet[Writer] = IdentitySet()
 
 
 class Writer:
@@ -43,12 +47,20 @@ class Writer:
 
     Args:
         sink: Where steps go.
+        wake: What wakes the thread: :data:`TABLE`, :data:`END`, or anything else for ``otherwise``.
+        otherwise: Called on the thread.
     """
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(
+        self,
+        sink: Sink,
+        wake: queue.SimpleQueue[object] | None = None,
+        otherwise: Callable[[], None] = lambda: None,
+    ) -> None:
         self.sink = sink
         self._tables: deque[StepTable] = deque()  # the first is being written; it leaves when it is
-        self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._wake: queue.SimpleQueue[object] = queue.SimpleQueue() if wake is None else wake
+        self._otherwise = otherwise
         self._progress = threading.Lock()  # released when a table is written; a plain lock bears interruption anywhere
         self._progress.acquire()
         self._writing = threading.Lock()  # held while a table is written, and while the process forks
@@ -89,7 +101,7 @@ class Writer:
     def close(self) -> None:
         """Write what is left and end the thread."""
         self.drain()
-        self._wake.put(False)  # noqa: FBT003 - the end of the queue
+        self._wake.put(END)
         if self._thread is not None:
             self._thread.join(timeout=EXIT_LIMIT)
             self._thread = None
@@ -111,7 +123,7 @@ class Writer:
             except RuntimeError:  # the interpreter is shutting down and starts no more threads
                 self._thread = None
                 self._write_all()
-        self._wake.put(True)  # noqa: FBT003 - go on
+        self._wake.put(TABLE)
 
     def _wait(self, limit: float, *, unwritten: int) -> bool:
         deadline = time.monotonic() + limit
@@ -129,7 +141,9 @@ class Writer:
             return False
 
     def _loop(self) -> None:
-        while self._wake.get():
+        while (why := self._wake.get()) != END:
+            if why != TABLE:
+                self._otherwise()
             self._write_all()
 
     def _write_all(self) -> None:

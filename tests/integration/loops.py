@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections import OrderedDict
@@ -903,6 +904,9 @@ def freed(truth: Truth) -> list[bool]:
     references = [weakref.ref(item) for item in (model, optimizer, model[0].weight, temperature, log_alpha)]
     del model, optimizer, temperature, log_alpha
     gc.collect()
+    deadline = time.monotonic() + 30  # the writer thread lets go of the parameters
+    while any(reference() is not None for reference in references) and time.monotonic() < deadline:
+        time.sleep(0.01)
     return [reference() is None for reference in references]
 
 

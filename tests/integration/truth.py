@@ -68,8 +68,13 @@ class Truth:
     def state(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, label: str) -> None:
         for name, parameter in model.named_parameters():
             for key, value in optimizer.state.get(parameter, {}).items():
+                owner = "LBFGS" if isinstance(optimizer, torch.optim.LBFGS) else name
                 if isinstance(value, torch.Tensor) and key != "step":
-                    self.note(key, step, f"{label}{name}", value)
+                    self.note(key, step, f"{label}{owner}", value)
+                elif isinstance(value, list):
+                    for number, part in enumerate(value):
+                        if isinstance(part, torch.Tensor):
+                            self.note(key, step, f"{label}{owner}[{number}]", part)
 
     def before(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, label: str) -> None:
         """Everything that is to be seen right before ``optimizer.step()``, without accumulation or reduction."""

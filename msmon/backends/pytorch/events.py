@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -20,6 +19,7 @@ from msmon.backends.pytorch.adapters import deepspeed, megatron, pipelining
 from msmon.backends.pytorch.module_hook import without_hooks
 from msmon.bootstrap import discovery
 from msmon.runtime.ledger import Ledger
+from msmon.runtime.references import IdentitySet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,7 +73,7 @@ class ModuleListener(Protocol):
 OUTSIDE = "task", -1
 """The identity of no backward pass."""
 
-on_modules: weakref.WeakSet[ModuleListener] = weakref.WeakSet()
+on_modules: IdentitySet[ModuleListener] = IdentitySet()
 """Who hears it, whoever else listens."""
 
 _listeners: list[Listener] = []

@@ -170,7 +170,7 @@ class _Written:
     """True for a view that has been written to.
 
     While it lives its version says so. Otherwise its old node does, which the write holds on to until the backward
-    pass: the node of a view that nobody has used is gone before.
+    pass: the node of a view that nobody has used is gone when that begins.
 
     Args:
         tensor: The view.
@@ -180,11 +180,20 @@ class _Written:
     def __init__(self, tensor: Tensor, hook: object) -> None:
         self._tensor = weakref.ref(tensor)
         self._version = tensor._version  # noqa: SLF001 - torch has no public name for it
-        self._hook = weakref.ref(hook, self._gone)
+        self._hook = weakref.ref(hook)
         self._unused = False
+        self._used = False
 
-    def _gone(self, _hook: object) -> None:
-        self._unused = torch._C._current_graph_task_id() == -1  # noqa: SLF001 - as above
+    def pass_begins(self) -> None:
+        """Look whether the old node is gone before any backward pass could have freed it."""
+        if self._hook() is not None:
+            self._used = True
+        elif not self._used:
+            self._unused = True
+
+    def pass_ends(self) -> None:
+        """What is still there may be let go of by the script."""
+        self._used &= self._hook() is None
 
     def __bool__(self) -> bool:
         tensor = self._tensor()
@@ -223,6 +232,7 @@ class ModuleCalls:
         self._pass_reached: Callable[[], int] = lambda: 0
         self._trains: Callable[[], bool] = lambda: True
         self._thread = _Thread()
+        self._written: list[_Written] = []
         self._partial: dict[tuple[int, int], tuple[Call, int, Tensor | None, int]] = {}
         self._guard = Guard("looking at modules")
         self.hook()
@@ -230,25 +240,24 @@ class ModuleCalls:
 
     def hook(self) -> None:
         """Put hooks on every module of the root that has none yet. Scripted modules take none."""
+        self._hooked = {key: hooked for key, hooked in self._hooked.items() if hooked.reference() is not None}
         root = self.root()
         found = walk_modules(root, wrappers=True) if root is not None else ()
         for module, _, _ in found:
             key = id(module)
-            if key not in self._hooked:
-                reference = weakref.ref(module, functools.partial(self._drop, key))
-                self._hooked[key] = hooked = _Hooked(reference)
+            if not self._has(module):
+                self._hooked[key] = hooked = _Hooked(weakref.ref(module))
                 if not isinstance(module, torch.jit.ScriptModule):
                     hooked.put(module, ModuleHook(module, self._begins), ModuleHook(module, self._ends))
 
-    def _drop(self, key: int, reference: weakref.ref[Module]) -> None:
-        if key in self._hooked and self._hooked[key].reference is reference:
-            del self._hooked[key]
+    def _has(self, module: Module) -> bool:
+        hooked = self._hooked.get(id(module))
+        return hooked is not None and hooked.reference() is module
 
     def mode_changed(self, module: Module) -> None:
         """A module was switched to training or to evaluation."""
-        hooked = self._hooked.get(id(module))
-        if hooked is not None:
-            hooked.follow(training=module.training)
+        if self._has(module):
+            self._hooked[id(module)].follow(training=module.training)
 
     def modules_wrapped(self) -> None:
         """Somebody has wrapped a module, of this root perhaps."""
@@ -260,7 +269,7 @@ class ModuleCalls:
         for hooked in list(self._hooked.values()):
             module = hooked.reference()
             children = module.__dict__["_modules"].values() if module is not None else ()
-            if any(child is not None and id(child) not in self._hooked for child in children):
+            if any(child is not None and not self._has(child) for child in children):
                 self._changed()
                 return
 
@@ -307,6 +316,7 @@ class ModuleCalls:
         self._modules.clear()
         self._observers.clear()
         self._partial.clear()
+        self._written.clear()
 
     def remove(self) -> None:
         """The same, as the ledger of the one who made this calls it."""
@@ -315,6 +325,7 @@ class ModuleCalls:
     def step_is_over(self) -> None:
         """The next forward is the first of its step; what an exception left under way is forgotten."""
         self._looked = False
+        self._written.clear()
         self._thread.calls.clear()
         self._thread.regions.clear()
         for watched in self._modules.values():
@@ -472,6 +483,7 @@ class ModuleCalls:
                 node, number = view.edge(tensor)
                 if node._sequence_nr() >= call.begin and not _accumulates(node):  # noqa: SLF001 - as above
                     written = _Written(tensor, hook)
+                    self._written.append(written)
                     node.register_prehook(
                         functools.partial(self._base_gradient, call, position, (number, view, written))
                     )
@@ -580,8 +592,15 @@ class ModuleCalls:
         if self._in_backward():
             self._tell(call, INPUT, position, gradients[number])
 
+    def backward_begins(self) -> None:
+        """A backward pass is about to begin, of this model or another."""
+        for written in self._written:
+            written.pass_begins()
+
     def backward_ends(self) -> None:
         """A backward pass is over: what some nodes have not sent will not come."""
+        for written in self._written:
+            written.pass_ends()
         for key in list(self._partial):
             self._complete(key)
 

@@ -12,6 +12,7 @@ import functools
 import itertools
 import json
 import os
+import queue
 import shlex
 import sys
 import threading
@@ -44,6 +45,7 @@ from msmon.bootstrap.process import leave_at_once
 from msmon.plan.selection import Selection
 from msmon.runtime.guard import Guard
 from msmon.runtime.interruption import from_signal_handler
+from msmon.runtime.references import IdentitySet
 from msmon.runtime.run_directory import make_run_directory, write_run_file
 from msmon.runtime.termination import Termination
 from msmon.runtime.writer import Writer
@@ -78,7 +80,7 @@ _STEP_CODE = frozenset(
 )
 """The code object of torch's wrapper around every ``step``."""
 
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+_sessions: IdentitySet[Session] = IdentitySet()
 
 
 @dataclass
@@ -94,11 +96,16 @@ class _Output:
 
     @classmethod
     def into(
-        cls, directory: Path, rank: int, config: MonitorConfig, make_alerts: Callable[[MonitorConfig], Alerts | None]
+        cls,
+        directory: Path,
+        rank: int,
+        config: MonitorConfig,
+        make_alerts: Callable[[MonitorConfig], Alerts | None],
+        make_writer: Callable[[Sink], Writer],
     ) -> _Output:
         alerts = make_alerts(config)
         sink = _make_sink(directory, rank, config, alerts, resumed=bool(config.append_output))
-        return cls(directory, rank, config, Writer(sink), alerts, make_alerts)
+        return cls(directory, rank, config, make_writer(sink), alerts, make_alerts)
 
     def submit(self, table: StepTable, config: MonitorConfig) -> None:
         if config is not self.config:
@@ -212,6 +219,9 @@ class Session:
         self._engine_step: _EngineStep | None = None
         self._unwritable = False
         self._stopping = False
+        # A dying model is told of by code in C: what a signal handler raises while Python code runs there is lost.
+        self._gone: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._owners: list[weakref.ref[Any]] = []
         self._lock = threading.RLock()  # of the output, which threads share; a signal handler may come back in
         self._stopped = False
         self._summarized = False
@@ -302,8 +312,8 @@ class Session:
             watch.add_optimizer(optimizer)
         if label is None:
             watch.label = next(iter(watch.inventory.all_names), "")
-        for owner in models or optimizers:
-            weakref.finalize(owner, self._drop_dead).atexit = False
+        self._owners = [owner for owner in self._owners if owner() is not None]
+        self._owners += [weakref.ref(owner, self._gone.put) for owner in models or optimizers]
         self.watches.append(watch)
         self.watches[0].communication = self.communication
         self._describe_run()
@@ -322,13 +332,16 @@ class Session:
     def _drop_dead(self) -> None:
         """A module is gone; models that are gone altogether let go of their parameters.
 
-        The garbage collector may call this on any thread, the writer's included: a last table waits for the next one.
+        Called on the writer thread as soon as it is free, and when a backward pass begins: a last table waits for the next one.
         """
         for watch in [watch for watch in self.watches if not watch.alive]:
+            try:
+                self.watches.remove(watch)
+            except ValueError:  # another thread is at it
+                continue
             watch.emit = lambda *table: self._late.append(table)
             watch.cut_short(normally=True)
             watch.detach()
-            self.watches.remove(watch)
         if self.watches:
             self.watches[0].communication = self.communication
 
@@ -339,6 +352,7 @@ class Session:
         self.guard.run(self._backward_begins)
 
     def _backward_begins(self) -> None:
+        self._drop_dead()
         self._leave_abandoned_steps()
         self._leave_abandoned_engine_step()
         if self._on_training is not None:
@@ -602,7 +616,10 @@ class Session:
             log.say(f"{error}: nothing is recorded, training goes on")
             return
         make_alerts = functools.partial(self._make_alerts, directory, identity)
-        self.output = _Output.into(directory, self.place.rank, self.config, make_alerts)
+        make_writer = functools.partial(
+            Writer, wake=self._gone, otherwise=functools.partial(self.guard.run, self._drop_dead)
+        )
+        self.output = _Output.into(directory, self.place.rank, self.config, make_alerts, make_writer)
         self._describe_run()
 
     def _make_alerts(self, directory: Path, run: str, config: MonitorConfig) -> Alerts | None:
@@ -757,6 +774,7 @@ class Session:
             self._termination.after_fork()
             self._termination = None
         self._lock = threading.RLock()
+        self._gone = queue.SimpleQueue()  # the parent's writer may have been at the old one
         if self.output is not None and self.output.alerts is not None:
             self.output.alerts.release()  # the lock of the file is the parent's, for as long as that lives
         self.output = self._common_stop = None

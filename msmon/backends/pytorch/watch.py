@@ -266,6 +266,8 @@ class Watch:
 
     def backward_begins(self) -> None:
         """New parameters are hooked; rows of gradients that were thrown away are forgotten."""
+        if self.modules is not None:
+            self.modules.backward_begins()
         if not self.listening or self._inside_step:
             return
         for optimizer in self.optimizers:

@@ -20,6 +20,7 @@ import torch
 from msmon.backends.pytorch.adapters import pipelining
 from msmon.backends.pytorch.adapters.plain import NOT_IN_USE, PlainAdapter
 from msmon.backends.pytorch.adapters.steps import StepUnderWay
+from msmon.runtime.references import IdentityTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,13 +78,13 @@ class _Held(NamedTuple):
 _wrappers: list[weakref.ref[Any]] = []
 """Megatron's optimizers in this process, latest last; only those around one of torch's."""
 
-_held: weakref.WeakKeyDictionary[Any, dict[int, _Held]] = weakref.WeakKeyDictionary()
+_held: IdentityTable[Any, dict[int, _Held]] = IdentityTable()
 """By wrapper, and the identity of the model's parameter."""
 
 _under_way: set[int] = set()
 """Identities of the wrappers that step: some step inside themselves, by way of their base class."""
 
-_used_scale: weakref.WeakKeyDictionary[Any, Tensor | None] = weakref.WeakKeyDictionary()
+_used_scale: IdentityTable[Any, Tensor | None] = IdentityTable()
 """By wrapper: the loss scale of the gradients at hand, which is another one before the step begins."""
 
 

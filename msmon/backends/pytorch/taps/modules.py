@@ -139,6 +139,11 @@ class ModuleTaps:
         if self.features is not None:
             self.features.step_is_over()
 
+    def backward_begins(self) -> None:
+        """A backward pass is about to begin."""
+        for calls, _ in self._roots:
+            calls.backward_begins()
+
     def backward_ends(self) -> None:
         """A backward pass has ended."""
         for calls, _ in self._roots:

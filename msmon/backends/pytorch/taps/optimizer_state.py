@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ import torch
 from msmon import log
 from msmon.backends.base import UnsupportedTensorError
 from msmon.backends.pytorch.roots import optimizer_parameters
+from msmon.runtime.references import IdentitySet
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,7 +39,7 @@ class OptimizerStateTap:
     def __init__(self, reduction: Reduction, adapter: PlainAdapter) -> None:
         self._reduction = reduction
         self._adapter = adapter
-        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stepped: IdentitySet[Optimizer] = IdentitySet()
 
     def read(
         self, recorder: StepRecorder, optimizers: Sequence[Optimizer], parameters: Sequence[WatchedParameter]
@@ -57,7 +58,7 @@ class OptimizerStateTap:
             for optimizer in optimizers:
                 for key, tensor in self._adapter.state(optimizer, watched.parameter):
                     found.setdefault(key, tensor)
-            owner = _owner(optimizers[0], watched, found)
+            owner = _owner(optimizers[0], watched, found, parameters)
             for key, tensor in found.items():
                 kind = _UNSAFE.sub("_", _POSITION.sub("", key))[:_LONGEST]
                 if tensor.dtype is torch.uint8 and watched.parameter.is_floating_point():
@@ -81,15 +82,19 @@ class OptimizerStateTap:
         self._stepped.add(optimizer)
 
 
-def _owner(optimizer: Optimizer, watched: WatchedParameter, state: Mapping[str, Tensor]) -> WatchedParameter:
+def _owner(
+    optimizer: Optimizer, watched: WatchedParameter, state: Mapping[str, Tensor], parameters: Sequence[WatchedParameter]
+) -> WatchedParameter:
     """Whose state it is: the parameter's, or the optimizer's own.
 
     An optimizer that sees its parameters as one vector (LBFGS) keeps what it knows of that under its first parameter.
     """
     if len(optimizer.state) != 1 or not any(tensor.shape != watched.parameter.shape for tensor in state.values()):
         return watched
-    parameters = optimizer_parameters(optimizer)
-    total = sum(parameter.numel() for parameter in parameters)
-    if len(parameters) == 1 or all(tensor.numel() != total for tensor in state.values()):
+    held = optimizer_parameters(optimizer)
+    total = sum(parameter.numel() for parameter in held)
+    if len(held) == 1 or all(tensor.numel() != total for tensor in state.values()):
         return watched
-    return replace(watched, name=type(optimizer).__name__)
+    levels = zip(*(each.name.split(".")[:-1] for each in parameters), strict=False)
+    in_common = itertools.takewhile(lambda level: len(set(level)) == 1, levels)
+    return replace(watched, name=".".join([*(level[0] for level in in_common), type(optimizer).__name__]))
