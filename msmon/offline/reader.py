@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from msmon.runtime.run_directory import parse_directory_name
+from msmon.runtime.run_directory import by_time, parse_directory_name
 from msmon.sinks.csv import whole_records
 
 if TYPE_CHECKING:
@@ -48,13 +48,13 @@ class RecordedRow:
 
 
 def run_directories(root: Path, rank: int | None = None) -> list[Path]:
-    """The run directories below an output root, oldest first; of one rank, or of all."""
+    """The run directories below an output root, in the order in which their runs were started; of one rank, or of all."""
     found = []
     for entry in root.iterdir() if root.is_dir() else ():
         parsed = parse_directory_name(entry.name)
         if parsed is not None and entry.is_dir() and rank in {None, parsed.rank}:
-            found.append((parsed.order, entry.name, entry))
-    return [entry for _, _, entry in sorted(found)]
+            found.append(entry)
+    return by_time(found)
 
 
 def kinds(directory: Path) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import numpy as np
     from numpy.typing import NDArray
@@ -100,3 +100,40 @@ class SeveralSinks:
         """Close all."""
         for sink in self._sinks:
             sink.close()
+
+
+class RestoringSink:
+    """Before each step, sees to it that the place of the files is still there.
+
+    Args:
+        sink: Keeps the rows.
+        restore: Makes the place again where it is gone, and returns whether it was.
+    """
+
+    def __init__(self, sink: Sink, restore: Callable[[], bool]) -> None:
+        self._sink = sink
+        self._restore = restore
+
+    def write(self, step: RecordedStep) -> None:
+        """Keep a step; where files are gone, in new ones.
+
+        Raises:
+            OSError: The place cannot be made again, or the step not be kept.
+        """
+        self._begin_anew_if_gone()
+        try:
+            self._sink.write(step)
+        except FileNotFoundError:
+            if not self._begin_anew_if_gone():  # it went away this very moment
+                raise
+            self._sink.write(step)
+
+    def _begin_anew_if_gone(self) -> bool:
+        gone = self._restore()
+        if gone:
+            self._sink.close()  # a file that is open is no longer where anybody would look
+        return gone
+
+    def close(self) -> None:
+        """No further step will come."""
+        self._sink.close()

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from msmon import log
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
@@ -175,7 +177,12 @@ class _AppendedFile:
     def append(self, text: bytes) -> None:
         if self._end is None:
             self._end = self._take_over()
-        if self._end is None or not self._path.exists():  # the user may have tidied up meanwhile
+        removed = self._end is not None and not self._path.exists()
+        if removed:
+            log.say(
+                f"{self._path} was removed while the run goes on: rows go on in a new file", once=f"gone:{self._path}"
+            )
+        if self._end is None or removed:
             self._end = self._create(self._header + text)
             return
         with self._path.open("r+b", buffering=0) as file:

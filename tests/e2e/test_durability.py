@@ -12,6 +12,7 @@ import pytest
 from conftest import MSMON, Finished, Runner
 
 from msmon.offline.analyse import analyse
+from msmon.offline.reader import read_kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -352,6 +353,38 @@ def test_output_with_a_space(runner: Runner) -> None:
     finished = runner.monitored(training(runner, steps=2))
     assert finished.returncode == 0
     assert_whole(finished, "grad_reduced", 2)
+
+
+@pytest.mark.slow
+def test_output_removed_or_renamed(runner: Runner) -> None:
+    """Whoever removes or renames what a run writes gets rows in new files, with headers and run.json, and one line each."""
+    changes = """
+    import glob, shutil
+    directory = lambda: glob.glob("out/*rank0*")[0]
+    changes = {
+        2: lambda: os.rename(directory(), "kept"),
+        4: lambda: os.remove(directory() + "/grad_reduced_0-99.csv"),
+        5: lambda: os.remove(directory() + "/run.json"),
+        6: lambda: shutil.rmtree("out"),
+    }
+    """
+    script = training(runner, "changes.get(step, int)() if place == 'backward' else None", before=changes.strip())
+    done = runner.monitored(script, config={"wg_distribution": True, "step_count_per_record": 100})
+    assert done.returncode == 0, done.stderr
+    (directory,) = done.directories()
+    assert done.run_file()["models"][0]["optimizers"] == ["Adam"]
+    assert [line["step"] for line in done.steps()][-2:] == ["6", "7"]
+    assert {step: len(names) for step, names in by_step(done.rows("grad_reduced")).items() if step > 5} == {6: 4, 7: 4}
+    assert set(by_step(read_kind(runner.folder / "kept", "grad_reduced"))) in (
+        {0},
+        {0, 1},
+    )  # 1 may come too late for it
+    assert "could not be written" not in done.stderr
+    said = [line for line in done.stderr.splitlines() if "was removed" in line]
+    assert [line.split(str(runner.output))[1] for line in said] == [
+        f"/{directory.name} was removed or renamed: rows go on in a new directory of that name",
+        f"/{directory.name}/grad_reduced_0-99.csv was removed while the run goes on: rows go on in a new file",
+    ]
 
 
 @pytest.mark.slow

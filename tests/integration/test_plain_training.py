@@ -10,6 +10,8 @@ import pytest
 from integration.conftest import observe
 from integration.truth import EVERYTHING
 
+from msmon.offline.reader import read_steps
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
@@ -288,3 +290,52 @@ def test_resumed_run_appends(runner: Runner) -> None:
     second = run_many(runner, start_step=4, append_output=[stamp, stamp])
     assert second.directories() == [directory]
     assert [row.step for row in second.rows("grad_reduced")][::6] == [0, 1, 4, 5, 6, 7]
+
+
+POOL = """
+    import os, sys
+    import torch
+
+    def train(steps):
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(steps):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+    if "parent" in sys.argv:
+        train(2)
+    children = []
+    for _ in range(3):
+        child = os.fork()
+        if child == 0:
+            train(10)
+            sys.exit()
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 3
+    if "parent" in sys.argv:
+        train(2)
+"""
+
+
+@pytest.mark.slow
+def test_processes_of_one_rank_do_not_share_a_directory(runner: Runner) -> None:
+    """append_output: of a pool of workers one goes on in the directory, or none when their parent does; each row is whole."""
+    script = runner.write(POOL)
+    config = {
+        "wg_distribution": True,
+        "step_count_per_record": 100,
+        "append_output": ["Jan01_00-00-00", "Dec31_23-59-59"],
+    }
+    first = runner.monitored(script, "parent", config=config)
+    second = runner.monitored(script, config=config)
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert first.stderr.count("rank 0 has no directory from") == 1
+    assert first.stderr.count("another process writes to") == 3
+    assert second.stderr.count("another process writes to") == 2
+    directories = second.directories()
+    assert sorted(len(read_steps(directory)) for directory in directories) == [4, 10, 10, 10, 10, 20]
+    for directory in directories:
+        content = (directory / "grad_reduced_0-99.csv").read_bytes()
+        assert content.count(b"\n") == 2 * len(read_steps(directory)) + 1
+        assert b"\0" not in content

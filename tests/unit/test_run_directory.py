@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from msmon import log
 from msmon.errors import OutputError
 from msmon.offline.reader import kinds, run_directories
 from msmon.runtime.run_directory import (
@@ -46,10 +49,16 @@ def test_stamp() -> None:
     assert stamp(NOON + 40 * 86400 + 3601) == "Jan08_08-00-01"
 
 
+@pytest.fixture
+def said_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "_said", {})
+    monkeypatch.setattr(log, "_speaker", "")
+
+
 def test_name(tmp_path: Path) -> None:
     """A directory is called after the time, the rank and the run, and is made with its root."""
     before = stamp(time.time())
-    directory = make_run_directory(tmp_path / "a b" / "root", 3, RUN)
+    directory = make_run_directory(tmp_path / "a b" / "root", 3, RUN).path
     assert directory.is_dir()
     assert directory.parent == tmp_path / "a b" / "root"
     assert directory.name.endswith(f"-rank3-{RUN}")
@@ -73,10 +82,10 @@ def test_parse_name() -> None:
 def test_same_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restarted worker of the same run, within the same second, has a directory of its own."""
     monkeypatch.setattr(time, "time", lambda: NOON)
-    made = [make_run_directory(tmp_path, 0, RUN) for _ in range(3)]
+    made = [make_run_directory(tmp_path, 0, RUN).path for _ in range(3)]
     assert len(set(made)) == 3
     assert run_directories(tmp_path) == made
-    assert make_run_directory(tmp_path, 1, RUN).name[:15] == made[0].name[:15]
+    assert make_run_directory(tmp_path, 1, RUN).path.name[:15] == made[0].name[:15]
 
 
 def _make_many(root: str, rank: int, run: str, barrier: multiprocessing.synchronize.Barrier) -> None:
@@ -127,12 +136,138 @@ def earlier(tmp_path: Path) -> Path:
 )
 def test_resume(earlier: Path, rank: int, first: str, last: str, found: str | None) -> None:
     """``append_output``: go on in this rank's directory between two timestamps; without one, in a new one."""
-    directory = make_run_directory(earlier, rank, RUN, resume=[first, last])
+    directory = make_run_directory(earlier, rank, RUN, resume=[first, last]).path
     assert directory.is_dir()
     if found is None:
         assert directory.name.endswith(RUN)
     else:
         assert directory.name == found
+
+
+ALWAYS = ["Jan01_00-00-00", "Dec31_23-59-59"]
+
+
+def test_one_process_in_a_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str], said_anew: None) -> None:
+    """A directory that is written to is not gone on with, however it was made; once it is released, it is."""
+    first = make_run_directory(tmp_path, 0, RUN)
+    second = make_run_directory(tmp_path, 0, RUN, resume=ALWAYS)
+    assert second.path != first.path
+    assert not second.resumed
+    assert f"another process writes to {first.path}, so a new directory is made" in capfd.readouterr().err
+    second.release()
+    third = make_run_directory(tmp_path, 0, RUN, resume=ALWAYS)
+    assert third.path == second.path
+    assert third.resumed
+    assert capfd.readouterr().err == ""
+
+
+def test_lock_of_a_parent(tmp_path: Path) -> None:
+    """A forked child that lets go of its parent's directory takes the lock from nobody, and keeps it for nobody."""
+    directory = make_run_directory(tmp_path, 0, RUN)
+    (released, releases), (ends, end) = os.pipe(), os.pipe()
+    if os.fork() == 0:
+        os.close(end)
+        if os.read(ends, 1) == b"r":
+            directory.release()
+        os.write(releases, b".")
+        os.read(ends, 1)
+        os._exit(0)
+    try:
+        os.write(end, b"r")
+        assert os.read(released, 1) == b"."
+        assert make_run_directory(tmp_path, 0, RUN, resume=ALWAYS).path != directory.path
+        if os.fork() == 0:  # one that does not let go
+            os.close(end)
+            os.read(ends, 1)
+            os._exit(0)
+        directory.release()
+        stamped = directory.path.name.partition("-rank")[0]
+        assert make_run_directory(tmp_path, 0, "cccccccc", resume=[stamped, stamped]).resumed
+    finally:
+        os.close(end)
+        with contextlib.suppress(ChildProcessError):
+            while os.wait():
+                pass
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "of another"])
+def test_strange_locks(tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str], said_anew: None) -> None:
+    """A lock that is a pipe, a link or cannot be opened is neither waited for nor followed: a new directory is made."""
+    earlier = make_run_directory(tmp_path, 0, "aaaaaaaa")
+    earlier.release()
+    lock = earlier.path / ".lock"
+    lock.unlink()
+    if kind == "pipe":
+        os.mkfifo(lock)
+    elif kind == "link":
+        (tmp_path / "victim").write_text("precious")
+        lock.symlink_to(tmp_path / "victim")
+    else:
+        lock.mkdir()
+    assert make_run_directory(tmp_path, 0, "bbbbbbbb", resume=ALWAYS).path != earlier.path
+    assert "so a new directory is made" in capfd.readouterr().err
+
+
+def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are no locks, nobody is assumed to be there."""
+    earlier = make_run_directory(tmp_path, 0, RUN)
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert make_run_directory(tmp_path, 0, RUN, resume=ALWAYS).path == earlier.path
+    monkeypatch.setattr("sys.platform", "win32")
+    assert make_run_directory(tmp_path, 0, RUN, resume=ALWAYS).path == earlier.path
+
+
+def test_nothing_to_resume(tmp_path: Path, capfd: pytest.CaptureFixture[str], said_anew: None) -> None:
+    """``append_output`` that finds no directory says so."""
+    make_run_directory(tmp_path, 1, RUN).release()
+    assert not make_run_directory(tmp_path, 0, RUN, resume=ALWAYS).resumed
+    assert "rank 0 has no directory from Jan01_00-00-00 to Dec31_23-59-59 here" in capfd.readouterr().err
+
+
+def test_documents_are_restored(tmp_path: Path, capfd: pytest.CaptureFixture[str], said_anew: None) -> None:
+    """A directory that is gone comes back with its documents, locked, and that is said once; what is there stays."""
+    directory = make_run_directory(tmp_path / "root", 0, RUN)
+    assert not directory.restore()  # nothing is in it yet
+    directory.describe({"started": "1"})
+    directory.add("stack_info.csv", "a,b\n")
+    assert not directory.restore()
+    for _ in range(2):
+        shutil.rmtree(tmp_path / "root")
+        assert directory.restore()
+        assert read_run_file(directory.path) == {"started": "1"}
+        assert (directory.path / "stack_info.csv").read_text() == "a,b\n"
+        assert make_run_directory(tmp_path / "root", 0, RUN, resume=ALWAYS).path != directory.path
+    assert capfd.readouterr().err.count("was removed or renamed") == 1
+    directory.path.rename(tmp_path / "away")
+    shutil.rmtree(tmp_path / "root")
+    (tmp_path / "root").write_text("a file in its place")
+    for _ in range(2):
+        with pytest.raises(OSError, match="Not a directory"):
+            directory.restore()
+
+
+def test_order_of_runs(tmp_path: Path) -> None:
+    """Runs stand in the order in which they were started, also over New Year; where run.json does not say, by name and date."""
+    runs = {
+        "Dec31_23-59-58-rank0-aaaaaaaa": "2024-12-31T23:59:50+00:00",
+        "Jan01_00-10-00-rank0-bbbbbbbb": "2025-01-01T00:09:00+00:00",
+        "Dec31_23-59-59-rank0-cccccccc": "2025-12-31T23:59:00+00:00",
+        "Jan01_00-00-01-rank0-cccccccc": "2025-12-31T23:59:00+00:00",  # a second monitor of the same process
+        "Jan01_00-00-02-rank0-dddddddd": "no time",
+        "Jan02_00-00-00-rank0-eeeeeeee": None,
+    }
+    for name, started in reversed(runs.items()):
+        (tmp_path / name).mkdir()
+        if started is not None:
+            (tmp_path / name / "run.json").write_text(json.dumps({"started": started}))
+        os.utime(tmp_path / name, (1767400000, 1767400000))  # 2026-01-03
+    assert [path.name for path in run_directories(tmp_path)] == list(runs)
+    resumed = make_run_directory(tmp_path, 0, RUN, resume=ALWAYS)
+    assert resumed.path.name == "Jan02_00-00-00-rank0-eeeeeeee"
 
 
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:

@@ -46,11 +46,11 @@ from msmon.plan.selection import Selection
 from msmon.runtime.guard import Guard
 from msmon.runtime.interruption import from_signal_handler
 from msmon.runtime.references import IdentitySet
-from msmon.runtime.run_directory import make_run_directory, write_run_file
+from msmon.runtime.run_directory import make_run_directory, replace_file
 from msmon.runtime.termination import Termination
 from msmon.runtime.writer import Writer
 from msmon.sinks import tensorboard
-from msmon.sinks.base import SeveralSinks
+from msmon.sinks.base import RestoringSink, SeveralSinks
 from msmon.sinks.csv import CsvSink
 from msmon.sinks.tensorboard import TensorBoardSink
 from msmon.stats.definitions import Statistic
@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from msmon.config.schema import MonitorConfig
     from msmon.record.table import StepTable
     from msmon.runtime.process import Place
+    from msmon.runtime.run_directory import RunDirectory
     from msmon.sinks.base import Sink
 
 _numbers = itertools.count()
@@ -87,7 +88,7 @@ _sessions: IdentitySet[Session] = IdentitySet()
 class _Output:
     """Where a session writes, once it does."""
 
-    directory: Path
+    directory: RunDirectory
     rank: int
     config: MonitorConfig
     writer: Writer
@@ -97,14 +98,14 @@ class _Output:
     @classmethod
     def into(
         cls,
-        directory: Path,
+        directory: RunDirectory,
         rank: int,
         config: MonitorConfig,
         make_alerts: Callable[[MonitorConfig], Alerts | None],
         make_writer: Callable[[Sink], Writer],
     ) -> _Output:
         alerts = make_alerts(config)
-        sink = _make_sink(directory, rank, config, alerts, resumed=bool(config.append_output))
+        sink = _make_sink(directory, rank, config, alerts, resumed=directory.resumed)
         return cls(directory, rank, config, make_writer(sink), alerts, make_alerts)
 
     def submit(self, table: StepTable, config: MonitorConfig) -> None:
@@ -132,20 +133,26 @@ class _Output:
     def close(self) -> None:
         self.drain()
         self.writer.close()
+        self.release()
+
+    def release(self) -> None:
+        """Other processes may have the files: this one is done with them, or is a child of the one that has them."""
+        self.directory.release()
         if self.alerts is not None:
             self.alerts.release()
 
 
 def _make_sink(
-    directory: Path, rank: int, config: MonitorConfig, alerts: Alerts | None, *, resumed: bool = False
+    directory: RunDirectory, rank: int, config: MonitorConfig, alerts: Alerts | None, *, resumed: bool = False
 ) -> Sink:
     sink: Sink
     if config.format == "tensorboard":
-        sink = TensorBoardSink(directory, rank, config.columns, resumed=resumed)
+        sink = TensorBoardSink(directory.path, rank, config.columns, resumed=resumed)
     else:
-        sink = CsvSink(directory, config.columns, config.ndigits, config.step_count_per_record)
+        sink = CsvSink(directory.path, config.columns, config.ndigits, config.step_count_per_record)
         if config.ur_distribution and tensorboard.installed():
-            sink = SeveralSinks(sink, TensorBoardSink(directory, rank, config.columns, histograms_only=True))
+            sink = SeveralSinks(sink, TensorBoardSink(directory.path, rank, config.columns, histograms_only=True))
+    sink = RestoringSink(sink, directory.restore)
     return sink if alerts is None else JudgedSink(sink, config.statistics, alerts)
 
 
@@ -500,7 +507,7 @@ class Session:
         watch.modules.say_what_is_compiled()
         if watch.modules.stacks is not None and self.output is not None and watch.gate.collected == 1:
             found = [other.modules.stacks for other in self.watches if other.modules and other.modules.stacks]
-            self._write_document(self.output.directory / stacks.FILE, stacks.content(found))
+            self._write_document(self.output.directory.path / stacks.FILE, stacks.content(found), self.output.directory)
         if self.config.print_struct and self.place is not None:
             stepped = [other for other in self.watches if other.rounds.step > other.first_step]
             if len(stepped) == len(self.watches) or watch.rounds.step > watch.first_step + 1:
@@ -513,10 +520,13 @@ class Session:
                 self._stopping = True
 
     @staticmethod
-    def _write_document(path: Path, text: str) -> None:
+    def _write_document(path: Path, text: str, directory: RunDirectory | None = None) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8", errors="backslashreplace")
+            if directory is None:
+                replace_file(path, text)
+            else:
+                directory.add(path.name, text)
         except OSError as error:
             log.say(f"{path} could not be written ({error.strerror}), training goes on")
 
@@ -615,7 +625,7 @@ class Session:
             self._unwritable = True
             log.say(f"{error}: nothing is recorded, training goes on")
             return
-        make_alerts = functools.partial(self._make_alerts, directory, identity)
+        make_alerts = functools.partial(self._make_alerts, directory.path, identity)
         make_writer = functools.partial(
             Writer, wake=self._gone, otherwise=functools.partial(self.guard.run, self._drop_dead)
         )
@@ -682,7 +692,7 @@ class Session:
                 watch.report.update(describe_model(watch))
             report = run_report(self.config, self.place, self._models, self._injected)
             try:
-                write_run_file(self.output.directory, report)
+                self.output.directory.describe(report)
             except OSError as error:
                 if from_signal_handler(error):
                     raise
@@ -730,7 +740,7 @@ class Session:
         lost = f", {writer.dropped} could not be written" if writer.dropped else ""
         cut = f", {self.steps_cut_short} more cut short" if self.steps_cut_short else ""
         log.say(f"{self.steps_seen} training steps seen, {self.steps_collected} collected{cut}{lost}")
-        log.say(f"output: {self.output.directory}")
+        log.say(f"output: {self.output.directory.path}")
         alerts = self.output.alerts
         if alerts is not None and alerts.first is not None:
             log.say(f"anomalies on this rank: {alerts.found:,}, the first: {alerts.first.message}")
@@ -738,7 +748,7 @@ class Session:
             return
         if alerts is not None:
             log.say("no anomaly on this rank")
-        example = _example_file(self.output.directory)
+        example = _example_file(self.output.directory.path)
         if self.output.config.format == "tensorboard":
             log.say(f"next:   tensorboard --logdir {shlex.quote(str(self._output_root))}")
         elif example is not None:
@@ -775,8 +785,8 @@ class Session:
             self._termination = None
         self._lock = threading.RLock()
         self._gone = queue.SimpleQueue()  # the parent's writer may have been at the old one
-        if self.output is not None and self.output.alerts is not None:
-            self.output.alerts.release()  # the lock of the file is the parent's, for as long as that lives
+        if self.output is not None:
+            self.output.release()  # the locks are the parent's, for as long as that lives
         self.output = self._common_stop = None
         self.place = None
         self._under_way.clear()
