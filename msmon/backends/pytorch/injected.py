@@ -12,13 +12,14 @@ import os
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msmon import env, log
+from msmon.backends.base import NamedParameter
 from msmon.backends.pytorch import events
 from msmon.backends.pytorch.adapters.registered import registered_parameters
 from msmon.backends.pytorch.module_calls import ModuleCalls
-from msmon.backends.pytorch.naming import class_name, innermost
+from msmon.backends.pytorch.naming import class_name, innermost, walk_parameters
 from msmon.backends.pytorch.roots import find_roots, optimizer_parameters
 from msmon.backends.pytorch.session import Session
 from msmon.backends.pytorch.taps.modules import wants_modules
@@ -26,6 +27,7 @@ from msmon.backends.pytorch.watched import Naming
 from msmon.bootstrap import discovery
 from msmon.plan.names import unique_label
 from msmon.runtime.guard import Guard
+from msmon.runtime.references import IdentityTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,6 +62,7 @@ class InjectedMonitor:
         self._lock = threading.RLock()  # a thread waits for its optimizer to be watched by the one that is at it
         self._waiting: list[_Waiting] = []
         self._calls: list[ModuleCalls] = []
+        self._names: IdentityTable[Module, dict[int, tuple[str, str]]] = IdentityTable()
         self._labels: list[str] = []
         self._guard = Guard("looking for models")
         self._grad_acc_steps = settings.grad_acc_steps
@@ -82,13 +85,29 @@ class InjectedMonitor:
         self._guard.run(self._remember, optimizer)
 
     def _remember(self, optimizer: Optimizer) -> None:
-        roots = [innermost(root) for root in find_roots(optimizer_parameters(optimizer))[0]]
+        tensors = optimizer_parameters(optimizer)
+        roots = [innermost(root) for root in find_roots(tensors)[0]]
+        self._note_names(roots, tensors)
         waiting = _Waiting(weakref.ref(optimizer), [weakref.ref(root) for root in roots])
         with self._lock:
             self._waiting.append(waiting)
             events.follow_frameworks()
             if wants_modules(self.session.config) and not env.dynamic_requested():
                 self._hook_modules(roots)
+
+    def _note_names(self, roots: Sequence[Module], tensors: Sequence[Tensor]) -> None:
+        """Remember the names of a model's parameters, which may be swapped out when it is watched (``functional_call``)."""
+        known = [self._names.get(root, {}) for root in roots]
+        if not all(any(id(tensor) in names for names in known) for tensor in tensors):
+            registered = registered_parameters()
+            for root in roots:
+                found = walk_parameters(root, registered)
+                self._names[root] = {id(each.parameter): (each.name, each.raw_name) for each in found}
+
+    def _earlier(self, root: Module, tensors: Sequence[Tensor]) -> list[NamedParameter[Any]]:
+        """Those of an optimizer's parameters that a model had when the optimizer was constructed."""
+        names = self._names.get(root, {})
+        return [NamedParameter(*names[id(tensor)], tensor) for tensor in tensors if id(tensor) in names]
 
     def _hook_modules(self, roots: Sequence[Module]) -> None:
         """Put hooks on the modules of models that have none: their first forward in training has them watched."""
@@ -148,6 +167,7 @@ class InjectedMonitor:
             label=label,
             prefixes=[f"{label}." if prefixed else "" for label in labels],
             calls=[self._take_calls(root) for root in component.roots],
+            earlier=[self._earlier(root, component.tensors) for root in component.roots],
             grad_acc_steps=self._grad_acc_steps,
         )
         if not labels:
@@ -226,7 +246,7 @@ def _still_right(entry: _Waiting, tensors: list[Tensor], held: dict[int, set[int
         inner = innermost(root)
         if not any(inner is other for other in found):
             found.append(inner)
-    return found
+    return found or roots  # of a model whose parameters are swapped out for a call
 
 
 _monitor: InjectedMonitor | None = None

@@ -71,6 +71,11 @@ class WatchedModule:
     calls_before: int = 0
     without_graph: list[Call] = field(default_factory=list)
 
+    def named_as(self, other: WatchedModule) -> WatchedModule:
+        """This module under the names that it has now."""
+        self.name, self.names = other.name, other.names
+        return self
+
 
 @dataclass(eq=False)
 class Call:
@@ -223,6 +228,7 @@ class ModuleCalls:
         self._arrived = arrived
         self._hooked: dict[int, _Hooked] = {}
         self._looked = False
+        self._children = -1
         self._epoch = 0
         self._changed: Callable[[], None] = self.hook
         self._modules: dict[int, WatchedModule] = {}
@@ -264,14 +270,21 @@ class ModuleCalls:
         self._changed()
 
     def _look(self) -> None:
-        """Once a step: has any module a new child?"""
+        """Once a step: has any module a new child, or one child less?"""
         self._looked = True
+        count = 0
         for hooked in list(self._hooked.values()):
             module = hooked.reference()
             children = module.__dict__["_modules"].values() if module is not None else ()
-            if any(child is not None and not self._has(child) for child in children):
-                self._changed()
-                return
+            for child in children:
+                count += child is not None
+                if child is not None and not self._has(child):
+                    self._children = -1
+                    self._changed()
+                    return
+        if self._children not in {-1, count}:
+            self._changed()
+        self._children = count
 
     def observe(
         self,

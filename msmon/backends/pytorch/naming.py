@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import Parameter, is_lazy
 
 from msmon.backends.base import NamedParameter
 from msmon.bootstrap import discovery
@@ -16,7 +16,7 @@ from msmon.bootstrap import discovery
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torch.nn import Module, Parameter
+    from torch.nn import Module
 
 _WRAPPERS = {
     "DistributedDataParallel": "module",
@@ -74,7 +74,9 @@ def walk_parameters(
     """
     for module, name, raw_name in _walk(root, "", "", frozenset()):
         for key, parameter in registered(module).items():
-            if parameter is not None and not is_lazy(parameter):
+            if isinstance(parameter, Parameter) and not is_lazy(
+                parameter
+            ):  # else it stands in for one (functional_call)
                 yield NamedParameter(name + key, raw_name + key, parameter)
 
 

@@ -57,6 +57,7 @@ def describe_model(watch: Watch) -> dict[str, Any]:
         **(watch.adapter.describe(roots[0]) if roots else {}),
         "optimizers": [type(optimizer).__name__ for optimizer in watch.optimizers],
         "first_step": watch.first_step,
+        **({"renamed": watch.renamed} if watch.renamed else {}),
         "parameters": [
             {
                 "name": watched.name,

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 
     from msmon.alerts.options import AlertOptions
     from msmon.alerts.stage import Alerts
+    from msmon.backends.base import NamedParameter
     from msmon.backends.pytorch.adapters.steps import StepUnderWay
     from msmon.backends.pytorch.events import Arguments
     from msmon.backends.pytorch.module_calls import ModuleCalls
@@ -276,6 +277,7 @@ class Session:
         label: str | None = "",
         prefixes: Sequence[str] = (),
         calls: Sequence[ModuleCalls | None] = (),
+        earlier: Sequence[Sequence[NamedParameter[Any]]] = (),
         raw_names: bool = False,
         first_step: int = 0,
         grad_acc_steps: int | None = None,
@@ -289,6 +291,7 @@ class Session:
             label: The model's name in ``steps.csv``; ``None`` for the name of its first parameter.
             prefixes: Put before the names of each model's parameters.
             calls: Hooks that are on each model's modules already.
+            earlier: Parameters that each model had when its optimizer was constructed.
             raw_names: Names with the prefixes of wrappers, each model being a chunk with its own ``vpp_stage``.
             first_step: Number of the first training step.
             grad_acc_steps: Micro-batches a step; ``None`` counts backward passes.
@@ -314,7 +317,7 @@ class Session:
         for number, model in enumerate(models):
             prefix = prefixes[number] if prefixes else ""
             naming = Naming(prefix, number if raw_names else 0, raw_names, self.config.squash_name)
-            watch.add_root(model, naming, calls[number] if calls else None)
+            watch.add_root(model, naming, calls[number] if calls else None, earlier[number] if earlier else ())
         for optimizer in optimizers:
             watch.add_optimizer(optimizer)
         if label is None:
@@ -495,6 +498,8 @@ class Session:
             self.open()
         before = watch.rounds.step
         watch.step_ends(optimizer, skipped=skipped)
+        if not watch.described:
+            self._describe_run()
         for other in self.watches:
             other.left_over |= other is not watch
         if watch.modules is not None and watch.rounds.step > before:
@@ -687,6 +692,7 @@ class Session:
     def _describe(self) -> None:
         if self.output is not None and self.place is not None:
             for watch in self.watches:
+                watch.described = True
                 if not watch.report:
                     self._models.append(watch.report)  # it stays there when the model is gone
                 watch.report.update(describe_model(watch))

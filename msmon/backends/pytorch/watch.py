@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.nn.parameter import is_lazy
 
+from msmon import log
 from msmon.backends.pytorch import events
 from msmon.backends.pytorch.adapters.pipelining import current_micro_batch
 from msmon.backends.pytorch.devices import capturing
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from msmon.backends.base import Kernel
+    from msmon.backends.base import Kernel, NamedParameter
     from msmon.backends.pytorch.adapters.plain import PlainAdapter
     from msmon.backends.pytorch.module_calls import ModuleCalls
     from msmon.config.schema import MonitorConfig
@@ -109,6 +110,9 @@ class Watch:
         self.gate = gate or StepGate(config.start_step, config.step_interval, config.collect_times)
         self.ledger = Ledger()
         self.report: dict[str, Any] = {}
+        self.renamed: list[dict[str, Any]] = []
+        self.described = True
+        self._named_at = first_step
         self._kernel = kernel
         self._reduction = Reduction(kernel, [Statistic(op) for op in config.statistics], config.eps)
         self._next_config = config
@@ -166,17 +170,25 @@ class Watch:
 
     # What is watched
 
-    def add_root(self, root: Module, naming: Naming, calls: ModuleCalls | None = None) -> None:
+    def add_root(
+        self,
+        root: Module,
+        naming: Naming,
+        calls: ModuleCalls | None = None,
+        earlier: Sequence[NamedParameter[Any]] = (),
+    ) -> None:
         """Watch the parameters of a module, and the modules in it.
 
         Args:
             root: The module.
             naming: How its parameters and modules are named.
             calls: Hooks on its modules that are there already.
+            earlier: Parameters that it had when its optimizer was constructed.
         """
+        self.described = False
         self.roots.append(weakref.ref(root))
         self._namings.append(naming)
-        self.inventory.take(root, self.adapter, naming, self._selection)
+        self.inventory.take(root, self.adapter, naming, self._selection, earlier)
         if self.modules is not None and not self.gate.finished:
             self.ledger.keep(self.modules.add_root(root, naming, calls))
 
@@ -193,6 +205,9 @@ class Watch:
             del self._optimizers[number]
             self._unstepped.pop(number, None)
             self.rounds.forget(number)
+        self.described = False
+        if self._named_at != self.rounds.step:  # layers inserted or deleted between two optimizers have others' names
+            self._look_at_names()
         entry = _OptimizerInUse(weakref.ref(optimizer))
         self._optimizers[id(optimizer)] = self._unstepped[id(optimizer)] = entry
         self._refresh(optimizer)
@@ -241,11 +256,26 @@ class Watch:
             entry.unhooked = [watched for watched in entry.unhooked if not watched.parameter.requires_grad]
         return entry
 
-    def _take_new(self, parameters: Sequence[Tensor]) -> None:
+    def _look_at_names(self) -> None:
+        """Parameters have the names that they have in the models now; none has one that another has."""
+        self._named_at, self.described = self.rounds.step, False
+        now = Inventory()
         for reference, naming in zip(self.roots, self._namings, strict=True):
             root = reference()
             if root is not None:
-                self.inventory.take(root, self.adapter, naming, self._selection)
+                now.take(root, self.adapter, naming, self._selection)
+        changed = self.inventory.rename(now)
+        if changed:
+            if self.modules is not None:
+                self.modules.look_again()
+            self.renamed.append({"step": self.rounds.step, "names": changed})
+            before, after = next(iter(changed.items()))
+            log.say(
+                f"{len(changed)} parameters have other names from step {self.rounds.step} on: {before} is {after} now, ..."
+            )
+
+    def _take_new(self, parameters: Sequence[Tensor]) -> None:
+        self._look_at_names()
         self.inventory.take_bare(parameters, _BARE_NAMES, self._selection)
         in_use = [*self._held_by_models(), *(p for other in self.optimizers for p in optimizer_parameters(other))]
         gone = self.inventory.keep_only({id(parameter) for parameter in in_use})

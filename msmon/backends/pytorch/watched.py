@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msmon.plan.names import squash_all
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
+    from msmon.backends.base import NamedParameter
     from msmon.backends.pytorch.adapters.plain import PlainAdapter
     from msmon.plan.selection import Selection
     from msmon.runtime.ledger import Removable
@@ -44,6 +45,10 @@ class WatchedParameter:
     handle: Removable | None = None
 
 
+REMOVED = "@removed"
+"""Marks the name of a parameter that its model no longer has, though an optimizer does, and whose name another one has."""
+
+
 class Naming(NamedTuple):
     """How the parameters of one module are named.
 
@@ -67,11 +72,29 @@ class Inventory:
         self.by_id: dict[int, WatchedParameter] = {}
         self.all_names: list[str] = []
 
-    def take(self, root: Module, adapter: PlainAdapter, naming: Naming, selection: Selection) -> None:
-        """Add the parameters of a root that are not known yet; a further name of a known one becomes its alias."""
+    def take(
+        self,
+        root: Module,
+        adapter: PlainAdapter,
+        naming: Naming,
+        selection: Selection,
+        earlier: Sequence[NamedParameter[Any]] = (),
+    ) -> None:
+        """Add the parameters of a root that are not known yet; a further name of a known one becomes its alias.
+
+        Args:
+            root: The model.
+            adapter: Knows its parameters.
+            naming: How they are named.
+            selection: Which of them are watched.
+            earlier: Parameters that it had, of which some may be swapped out for a call now: ``functional_call``.
+        """
         new: dict[int, WatchedParameter] = {}
         forms: dict[int, list[str]] = {}
-        for found in adapter.parameters(root):
+        held = list(adapter.parameters(root))
+        present = {id(found.parameter) for found in held}
+        swapped_out = {found.name: found for found in earlier if id(found.parameter) not in present}
+        for found in (*swapped_out.values(), *(found for found in held if found.name not in swapped_out)):
             name = found.raw_name if naming.raw else found.name
             whole = naming.prefix + name
             key = id(found.parameter)
@@ -97,6 +120,30 @@ class Inventory:
                 name = next(names)
                 self.by_id[id(parameter)] = WatchedParameter(parameter, name, 0, selection.selects(name))
                 self.all_names.append(name)
+
+    def rename(self, now: Inventory) -> dict[str, str]:
+        """Give parameters the names that they have now, and add those that are new.
+
+        One that the models no longer have keeps its name, marked where another has it now.
+
+        Returns:
+            The names that have changed: before and after.
+        """
+        changed: dict[str, str] = {}
+        names = {watched.name for watched in now.by_id.values()}
+        for key, old in self.by_id.items():
+            new = now.by_id.get(key)
+            name = new.name if new is not None else old.name
+            if new is None and name in names:
+                name += REMOVED
+            if name != old.name:
+                changed[old.name] = name
+                old.name = name
+            if new is not None:
+                old.aliases, old.selected = new.aliases, new.selected
+        self.by_id.update({key: new for key, new in now.by_id.items() if key not in self.by_id})
+        self.all_names += [name for name in now.all_names if name not in set(self.all_names)]
+        return changed
 
     def take_over(self, before: Inventory, selection: Selection) -> None:
         """Go on from an inventory of the same model: bare parameters keep their names, duplicates stay duplicates."""

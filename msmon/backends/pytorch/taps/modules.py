@@ -84,6 +84,7 @@ class ModuleTaps:
         self._observers: list[tuple[Observer, Guard]] = [(tap, Guard(tap.part)) for tap in taps if tap is not None]
         self._roots: list[tuple[ModuleCalls, Naming]] = []
         self._modules: list[WatchedModule] = []
+        self._before: dict[int, WatchedModule] = {}
         self._collected = False
         self._looked_at = False
 
@@ -106,6 +107,8 @@ class ModuleTaps:
     def look_again(self) -> None:
         """Modules were added or wrapped: hook what is new."""
         self._looked_at = False
+        self._before = {id(module): known for known in self._modules if (module := known.reference()) is not None}
+        self._modules = []
         for calls, naming in self._roots:
             root = calls.root()
             if root is not None:
@@ -113,10 +116,12 @@ class ModuleTaps:
                 self._take(calls, root, naming)
 
     def _take(self, calls: ModuleCalls, root: Module, naming: Naming) -> None:
-        found = [watched for watched in named_modules(root, naming) if self._selects(watched)]
-        self._modules = [watched for watched in self._modules if watched.reference() is not None]
         known = {id(watched.reference()) for watched in self._modules}
-        self._modules += [watched for watched in found if id(watched.reference()) not in known]
+        self._modules += [
+            self._before.get(id(watched.reference()), watched).named_as(watched)
+            for watched in named_modules(root, naming)
+            if self._selects(watched) and id(watched.reference()) not in known
+        ]
         calls.observe(self._modules, self._observers, **self._told)
 
     def _selects(self, watched: WatchedModule) -> bool:
@@ -185,7 +190,7 @@ class ModuleTaps:
 
     def say_what_is_compiled(self) -> None:
         """After the first collected step, and after one with other modules: say once what cannot be seen."""
-        if self.activations is None or self._looked_at or not self._collected:
+        if self.activations is None or self._looked_at or not self._collected or not self._roots:
             return
         self._looked_at = True
         for watched in self._modules:
