@@ -337,9 +337,13 @@ class Oracle:
         oracle, calls = self, {}
         handles: list[Any] = []
 
-        def label(module_name: str, call: int, side: str, index: int, count: int) -> str:
+        def label(module_name: str, call: int, side: str, ending: str) -> str:
             module_name = f"{name}.{module_name}".rstrip(".")
-            return f"{module_name}{f'@{call}' if call else ''}.{side}" + (f"_{index}" if count > 1 else "")
+            return f"{module_name}{f'@{call}' if call else ''}.{side}{ending}"
+
+        def endings(*given: tuple[str, int]) -> list[str]:
+            """Of each tensor, where so many are in each argument: all positional ones together, keywords by name."""
+            return [owner + (f"_{index}" if count > 1 else "") for owner, count in given for index in range(count)]
 
         def add(kind: str, row: str, tensor: torch.Tensor) -> None:
             oracle.rows.append({"kind": kind, "name": row, "step": step, "micro_step": micro, **statistics(tensor)})
@@ -351,9 +355,10 @@ class Oracle:
                 number = calls.get(module_name, 0)
                 calls[module_name] = number + 1
                 tensors = flat([args, kwargs])
-                for index, tensor in enumerate(tensors):
-                    row = label(module_name, number, "input", index, len(tensors))
-                    add("actv", row, tensor)
+                keywords = [(f".{key}", len(flat(value))) for key, value in kwargs.items()]
+                ends = endings(("", len(flat(args))), *keywords)
+                for end, tensor in zip(ends, tensors, strict=True):
+                    add("actv", label(module_name, number, "input", end), tensor)
                 if not torch.is_grad_enabled():
                     return None
                 # a view of every input that needs a gradient: what comes back through it is this module's share
@@ -366,7 +371,7 @@ class Oracle:
                         if not value.requires_grad:
                             return value
                         view = value.view_as(value)
-                        row = label(module_name, number, "input", index, len(tensors))
+                        row = label(module_name, number, "input", ends[index])
                         view.register_hook(lambda g: add("actv_grad", row, g))
                         return view
                     if isinstance(value, dict):
@@ -382,8 +387,8 @@ class Oracle:
                     return
                 number = calls[module_name] - 1
                 tensors = flat(output)
-                for index, tensor in enumerate(tensors):
-                    row = label(module_name, number, "output", index, len(tensors))
+                for end, tensor in zip(endings(("", len(tensors))), tensors, strict=True):
+                    row = label(module_name, number, "output", end)
                     add("actv", row, tensor)
                     if tensor.requires_grad and torch.is_grad_enabled():
                         tensor.register_hook(lambda g, row=row: add("actv_grad", row, g))

@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx._symbolic_trace
 
+from msmon import log
 from msmon.backends.pytorch import events
 from msmon.backends.pytorch.devices import capturing
 from msmon.backends.pytorch.module_hook import ModuleHook
 from msmon.backends.pytorch.naming import unwrap, walk_modules
-from msmon.backends.pytorch.structure import elements, parts, tensors_of
+from msmon.backends.pytorch.structure import MOST_TENSORS, elements, parts, suffixes, tensors_of
 from msmon.backends.pytorch.views import ViewOfBase
 from msmon.runtime.guard import Guard
 from msmon.runtime.ledger import Ledger
@@ -87,6 +88,7 @@ class Call:
         number: Forwards of this module before it in this micro-batch.
         again: Whether it computes again what a checkpoint has thrown away: only its graph is of interest.
         elements: Of each side, for each of its tensors, the position of the argument or item that holds it.
+        suffixes: Of each side, what the names of its tensors' rows end in.
         ignored: Whether it only marks that a module under way was called in a way that is not looked at.
         handled: Identity of the exception that was being handled when it began, by which it knows one of its own.
         edges: Where the gradients of its inputs go: position of the tensor.
@@ -103,6 +105,7 @@ class Call:
     ignored: bool = False
     handled: int = 0
     elements: dict[str, list[int]] = field(default_factory=dict)
+    suffixes: dict[str, list[str]] = field(default_factory=dict)
     edges: dict[Edge, int] = field(default_factory=dict)
     bases: dict[Edge, tuple[int, ViewOfBase]] = field(default_factory=dict)
     nodes: dict[int, weakref.ref[Any]] = field(default_factory=dict)
@@ -404,8 +407,7 @@ class ModuleCalls:
 
     def _see_inputs(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found = tensors_of(elements(args, kwargs))
-        tensors = [tensor for _, tensor in found]
-        call.elements[INPUT] = [element for element, _ in found]
+        tensors = self._note(call, INPUT, found, len(args), list(kwargs))
         if not call.again:
             for observer, guard in self._observers:
                 guard.run(observer.begins, call, args, kwargs, tensors)
@@ -418,6 +420,17 @@ class ModuleCalls:
                 if view is not None:
                     call.bases.setdefault(view.edge(tensor), (position, view))
         call.begin = torch._C._autograd._get_sequence_nr()  # noqa: SLF001 - as above
+
+    @staticmethod
+    def _note(
+        call: Call, side: str, found: list[tuple[int, Tensor]], positional: int, keywords: Sequence[str] = ()
+    ) -> list[Tensor]:
+        call.elements[side] = [element for element, _ in found]
+        call.suffixes[side] = suffixes(found, positional, keywords)
+        if len(found) >= MOST_TENSORS:
+            name = f"{call.module.name}.{side}"
+            log.say(f"{name} has {MOST_TENSORS:,} tensors or more: the rest is not recorded", once=f"many:{name}")
+        return [tensor for _, tensor in found]
 
     def _number(self, watched: WatchedModule) -> Call:
         micro_step = self._micro_step()
@@ -448,8 +461,7 @@ class ModuleCalls:
 
     def _see_outputs(self, call: Call, output: Any) -> None:  # noqa: ANN401 - as above
         found = tensors_of(parts(output))
-        tensors = [tensor for _, tensor in found]
-        call.elements[OUTPUT] = [element for element, _ in found]
+        tensors = self._note(call, OUTPUT, found, sys.maxsize)
         if not call.again:
             for observer, guard in self._observers:
                 guard.run(observer.ends, call, output, tensors)

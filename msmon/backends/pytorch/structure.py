@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _DEPTH = 16
-"""How deep values are looked into; a value may contain itself."""
+"""How deep values are looked into."""
+
+MOST_TENSORS = 1024
+"""Tensors of one side of a module that are looked at."""
 
 
 def elements(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -30,22 +35,47 @@ def parts(value: Any) -> list[Any]:  # noqa: ANN401 - whatever a module returns
 
 
 def tensors_of(values: Sequence[Any]) -> list[tuple[int, Tensor]]:
-    """Every tensor inside these values, each with the position of the value that holds it, in order."""
+    """Every tensor inside these values, each with the position of the value that holds it, in order.
+
+    Containers may share parts or contain themselves: each of them is looked into once, and not more than
+    :data:`MOST_TENSORS` tensors are found.
+    """
     found: list[tuple[int, Tensor]] = []
+    seen: set[int] = set()
     for position, value in enumerate(values):
         if isinstance(value, torch.Tensor):
             found.append((position, value))
         elif value is not None:
-            found.extend((position, tensor) for tensor in _tensors(value, 0))
-    return found
+            left = max(MOST_TENSORS - len(found), 0)
+            found.extend((position, tensor) for tensor in itertools.islice(_tensors(value, 0, seen), left))
+    return found[:MOST_TENSORS]
 
 
-def _tensors(value: Any, depth: int) -> Iterator[Tensor]:  # noqa: ANN401 - as above
+def _tensors(value: Any, depth: int, seen: set[int]) -> Iterator[Tensor]:  # noqa: ANN401 - as above
     if isinstance(value, torch.Tensor):
         yield value
-    elif depth < _DEPTH:
-        for item in _items(value) or ():
-            yield from _tensors(item, depth + 1)
+    elif depth < _DEPTH and id(value) not in seen:
+        inside = _items(value)
+        if inside:
+            seen.add(id(value))
+            for item in inside:
+                yield from _tensors(item, depth + 1, seen)
+
+
+def suffixes(found: Sequence[tuple[int, Tensor]], positional: int, keywords: Sequence[str] = ()) -> list[str]:
+    """What the names of rows end in: ``_0``, ``_1`` of several tensors, ``.mask`` of a keyword argument.
+
+    Args:
+        found: What :func:`tensors_of` gave.
+        positional: How many of the values are no keyword arguments.
+        keywords: The names of those that are.
+    """
+    owners = ["" if position < positional else f".{keywords[position - positional]}" for position, _ in found]
+    if len(owners) == 1:
+        return owners
+    counts = collections.Counter(owners)
+    numbers: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
+    return [f"{owner}_{next(numbers[owner])}" if counts[owner] > 1 else owner for owner in owners]
 
 
 def _items(value: Any) -> list[Any] | None:  # noqa: ANN401 - as above

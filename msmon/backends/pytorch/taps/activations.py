@@ -156,7 +156,7 @@ def _unseen() -> contextlib.AbstractContextManager[object]:
 
 
 def _row(kind: str, call: Call, side: str, position: int, tensor: Tensor, micro_step: int) -> Row:  # noqa: PLR0917 - the parts of a row
-    """Named ``fc.input``, ``fc.output_1`` of several, ``fc@2.input`` in the module's third call in a micro-batch."""
+    """Named ``fc.input``, ``fc.output_1`` of several, ``fc.input.mask`` of a keyword, ``fc@2.input`` in the third call."""
     again = f"@{call.number}" if call.number else ""
-    several = f"_{position}" if len(call.elements[side]) > 1 else ""
-    return describe(kind, f"{call.module.name}{again}.{side}{several}", call.module.stage, tensor, micro_step)
+    suffix = call.suffixes[side][position]
+    return describe(kind, f"{call.module.name}{again}.{side}{suffix}", call.module.stage, tensor, micro_step)
