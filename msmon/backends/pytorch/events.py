@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from msmon.backends.pytorch import devices, dynamo
 from msmon.backends.pytorch.adapters import deepspeed, megatron, pipelining
-from msmon.backends.pytorch.module_hook import without_hooks
+from msmon.backends.pytorch.module_hook import without_hooks, wrap_reduce
 from msmon.bootstrap import discovery
 from msmon.runtime.ledger import Ledger
 from msmon.runtime.references import IdentitySet
@@ -162,6 +162,7 @@ def _install() -> None:
     for module in devices.graph_makers():
         _ledger.patch(module, "make_graphed_callables", _wrap_graphing)
     _ledger.patch(torch.nn.Module, "train", _wrap_train)
+    _ledger.patch(torch.nn.Module, "__reduce_ex__", wrap_reduce)
     _ledger.patch(torch.optim.Optimizer, "zero_grad", _wrap_zero_grad)
     _ledger.patch(torch.nn.Module, "zero_grad", _wrap_zero_grad)
     _ledger.patch(_scaler_class(), "step", _wrap_scaler_step)

@@ -7,6 +7,8 @@ once: no operation, no state, no guard. See :mod:`msmon.backends.pytorch.dynamo`
 from __future__ import annotations
 
 import contextlib
+import copy
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +30,8 @@ else:  # torch 2.1 and 2.2
 class ModuleHook:
     """Calls ``observe(module, args, kwargs[, output])`` before or after a forward of the module it was made for.
 
-    Copied or pickled with its module it becomes inert, and a file with a whole module loads where msmon is not installed.
+    Modules are copied and pickled without it; where a class does that in a way of its own, it becomes inert, and a file
+    with a whole module loads where msmon is not installed.
 
     Args:
         module: The only module whose calls it passes on: replicas and shallow copies share its hooks. ``None``: no module.
@@ -54,6 +57,42 @@ class ModuleHook:
 def is_ours(hook: object) -> bool:
     """Whether a hook is one of these, or what is left of one in a module that was pickled."""
     return isinstance(hook, ModuleHook) or getattr(hook, "__func__", None) is contextlib.nullcontext.__exit__
+
+
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
+"""Where a module keeps hooks, and what it keeps of each hook under the same key."""
+
+
+def wrap_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What pickle, ``copy.deepcopy`` and ``torch.save`` ask a module for: as it would be without msmon's hooks."""
+
+    def __reduce_ex__(self: Module, protocol: Any) -> Any:  # noqa: ANN401, N807 - stands in for object's
+        reduced = original(self, protocol)
+        if is_compiling() or sys._getframe(1).f_code is _SHALLOW_COPY:  # noqa: SLF001 - a shallow copy shares the hooks
+            return reduced
+        if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], dict):  # noqa: PLR2004 - where the state is
+            return (*reduced[:2], _state_without_hooks(reduced[2]), *reduced[3:])
+        return reduced
+
+    return __reduce_ex__
+
+
+_SHALLOW_COPY = copy.copy.__code__
+
+
+def _state_without_hooks(state: dict[str, Any]) -> dict[str, Any]:
+    ours = {key for name in _HOOKS[:2] for key, hook in (state.get(name) or {}).items() if isinstance(hook, ModuleHook)}
+    if not ours:
+        return state
+    without = {
+        name: type(state[name])((key, held) for key, held in state[name].items() if key not in ours)
+        for name in _HOOKS
+        if state.get(name)
+    }
+    return {**state, **without}
 
 
 @contextlib.contextmanager
