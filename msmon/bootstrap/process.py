@@ -23,10 +23,10 @@ _debug: Callable[[str], None] | None = None
 
 
 def framework_imported(module: ModuleType, debug: Callable[[str], None]) -> None:
-    """A module of torch that defines ``Module`` or ``Optimizer`` was just executed, for the first time or again.
+    """One of the modules that ``sitecustomize`` waits for was just executed, for the first time or again.
 
     Args:
-        module: The module.
+        module: The one that defines ``Module`` or ``Optimizer``, or one of Dynamo's.
         debug: Writes a line where ``MSMON_DEBUG`` asks for it.
     """
     global _debug  # noqa: PLW0603 - one a process
@@ -38,8 +38,10 @@ def framework_imported(module: ModuleType, debug: Callable[[str], None]) -> None
         discovery.note_optimizers(module.Optimizer)
         if not discovery.on_optimizer:
             discovery.on_optimizer.append(_first_optimizer)
-    elif hasattr(module, "Module"):
+    elif module.__name__ == "torch.nn.modules.module":
         discovery.note_modules(module.Module)
+    else:
+        discovery.dynamo_imported(module)
 
 
 def _leave_stopped_run() -> None:

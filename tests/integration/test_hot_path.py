@@ -67,7 +67,7 @@ def test_steps_that_are_not_collected_test_a_flag(counted: tuple[dict[str, Any],
     often = {name for name, count in calls["not collected"].items() if count > 2}  # more than what a pass costs
     flags = {name for name in often if name.endswith("<lambda>")}
     hooks = {name.rpartition(".")[2] for name in often - flags}
-    assert hooks == {"after_accumulation", "__call__", "_begins", "_ends"}
+    assert hooks == {"__call__", "_begins", "_ends"}
     assert sum(calls["not collected"][name] for name in flags) == parameters + modules
     assert max(calls["finished"].values()) <= 2
     assert hooks.isdisjoint(name.rpartition(".")[2] for name in calls["finished"])

@@ -7,7 +7,9 @@ Optimizer steps come from torch's public global step hooks, so ``optimizer.step`
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
+from types import CodeType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -16,8 +18,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from msmon.backends.pytorch import devices, dynamo
 from msmon.backends.pytorch.adapters import deepspeed, megatron, pipelining
-from msmon.backends.pytorch.module_hook import without_hooks, wrap_reduce
+from msmon.backends.pytorch.module_hook import WithoutHooks, is_compiling, without_hooks, wrap_reduce
 from msmon.bootstrap import discovery
+from msmon.bootstrap.dynamo import mark, run_as_it_is, with_all_it_calls
 from msmon.runtime.ledger import Ledger
 from msmon.runtime.references import IdentitySet
 
@@ -89,7 +92,6 @@ class _Checkpoint(threading.local):
 
 
 _checkpoint = _Checkpoint()
-_is_compiling = getattr(torch.compiler, "is_compiling", lambda: False)  # torch 2.1 and 2.2 do not have it
 
 
 def subscribe(listener: Listener) -> None:
@@ -151,11 +153,35 @@ def waiting_for_backward() -> int | None:
     return next(iter(_passes), None) if len(_passes) == 1 else None
 
 
+class _StepInPython:
+    """Has torch's wrapper around ``optimizer.step``, which calls the hooks, run as Python code when Dynamo meets it.
+
+    Dynamo breaks the graph at the step inside it anyway. Were the wrapper compiled as well, with nothing in it to compute,
+    its hooks would have been called for the last time.
+    """
+
+    def __init__(self) -> None:
+        for code in step_code():
+            mark(code, below=False)
+
+    def remove(self) -> None:
+        """Take it back."""
+        for code in step_code():
+            mark(code, below=False, undo=True)
+
+
+def step_code() -> frozenset[CodeType]:
+    """The code of torch's wrapper around every ``step``."""
+    constants = torch.optim.Optimizer.profile_hook_step.__code__.co_consts
+    return frozenset(constant for constant in constants if isinstance(constant, CodeType))
+
+
 def _install() -> None:
     dynamo.keep_out()
-    _ledger.patch(torch, "compile", _wrap_compile)
+    _ledger.keep(dynamo.WhenLoaded(_dynamo_loaded))
     _ledger.keep(register_optimizer_step_pre_hook(_step_begins))
     _ledger.keep(register_optimizer_step_post_hook(_step_ends))
+    _ledger.keep(_StepInPython())
     _ledger.patch(torch.autograd, "backward", _wrap_backward)
     _ledger.patch(torch.utils.checkpoint.CheckpointFunction, "apply", _wrap_checkpoint)
     _ledger.patch(torch.jit._recursive, "get_hook_stubs", _wrap_script_hooks)  # noqa: SLF001 - torch has no public place
@@ -168,6 +194,14 @@ def _install() -> None:
     _ledger.patch(_scaler_class(), "step", _wrap_scaler_step)
 
 
+def _dynamo_loaded() -> None:
+    wrappers, utilities = sys.modules["torch._dynamo.eval_frame"], sys.modules["torch._dynamo.utils"]
+    if hasattr(wrappers, "OptimizedModule"):
+        _ledger.patch(wrappers.OptimizedModule, "__init__", _wrap_wrapping)
+    if hasattr(utilities, "nn_module_get_all_hooks"):
+        _ledger.patch(utilities, "nn_module_get_all_hooks", _wrap_listing_of_hooks)
+
+
 def _scaler_class() -> type:
     """``torch.amp.GradScaler``; before torch 2.3 there was only the one for CUDA. torch_npu's inherits its ``step``."""
     scaler: type = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
@@ -175,8 +209,9 @@ def _scaler_class() -> type:
 
 
 def _wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    @run_as_it_is
     def backward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passes on whatever torch takes and returns
-        if _is_compiling() or torch._C._current_graph_task_id() != -1:  # noqa: SLF001
+        if is_compiling() or torch._C._current_graph_task_id() != -1:  # noqa: SLF001
             return original(*args, **kwargs)
         for listener in tuple(_listeners):
             listener.backward_begins()
@@ -193,7 +228,10 @@ def _wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    @run_as_it_is
     def apply(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passes on whatever torch takes and returns
+        if is_compiling():
+            return original(*args, **kwargs)
         before = _checkpoint.training
         _checkpoint.training = before or torch.is_grad_enabled()
         try:
@@ -204,17 +242,30 @@ def _wrap_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-def _wrap_compile(original: Callable[..., Any]) -> Callable[..., Any]:
-    def compile(*args: Any, **kwargs: Any) -> Any:  # noqa: A001, ANN401 - stands in for torch.compile
-        result = original(*args, **kwargs)
-        dynamo.keep_out()
-        if isinstance(result, torch.nn.Module):
-            discovery.note_module(result)
-            for listener in list(on_modules):
-                listener.modules_wrapped()
-        return result
+def _wrap_wrapping(original: Callable[..., Any]) -> Callable[..., Any]:
+    @run_as_it_is
+    def construct(self: Module, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - passes on whatever torch takes
+        original(self, *args, **kwargs)
+        if not is_compiling():
+            _wrapped(self)
 
-    return compile
+    return construct
+
+
+@with_all_it_calls
+def _wrapped(module: Module) -> None:
+    """``torch.compile`` has put a wrapper around a module."""
+    dynamo.keep_out()
+    discovery.note_module(module)
+    for listener in list(on_modules):
+        listener.modules_wrapped()
+
+
+def _wrap_listing_of_hooks(original: Callable[..., Any]) -> Callable[..., Any]:
+    def nn_module_get_all_hooks(mod: Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passes on whatever Dynamo takes and returns
+        return original(WithoutHooks(mod), *args, **kwargs)  # it compiles torch's own modules only when they have any
+
+    return nn_module_get_all_hooks
 
 
 def _wrap_script_hooks(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -226,6 +277,7 @@ def _wrap_script_hooks(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_graphing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @run_as_it_is
     def make_graphed_callables(callables: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passes on whatever torch takes and returns
         given = callables if isinstance(callables, tuple) else (callables,)
         modules = [part for module in given if isinstance(module, torch.nn.Module) for part in module.modules()]
@@ -236,9 +288,10 @@ def _wrap_graphing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
+    @run_as_it_is
     def train(self: Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passes on whatever torch takes and returns
         result = original(self, *args, **kwargs)
-        if not _is_compiling():
+        if not is_compiling():
             for listener in list(on_modules):
                 listener.mode_changed(self)
         return result
@@ -247,9 +300,10 @@ def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
+    @run_as_it_is
     def zero_grad(self: Optimizer | Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passes on whatever torch takes and returns
         result = original(self, *args, **kwargs)
-        if not _is_compiling():
+        if not is_compiling():
             for listener in tuple(_listeners):
                 listener.gradients_zeroed(self)
         return result
@@ -258,7 +312,10 @@ def _wrap_zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_scaler_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    @run_as_it_is
     def step(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passes on whatever torch takes and returns
+        if is_compiling():
+            return original(self, optimizer, *args, **kwargs)
         scale = getattr(self, "_scale", None)
         ended = [listener.scaler_steps(optimizer, scale) for listener in tuple(_listeners)]
         result = original(self, optimizer, *args, **kwargs)
@@ -279,7 +336,10 @@ def _engine_steps(find: Callable[[], StepUnderWay | None]) -> Callable[[bool], N
     return after
 
 
+@with_all_it_calls
 def _step_begins(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    if is_compiling():
+        return None
     changed = None
     for listener in tuple(_listeners):
         answer = listener.step_begins(optimizer, args, kwargs)
@@ -288,7 +348,10 @@ def _step_begins(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     return changed
 
 
+@with_all_it_calls
 def _step_ends(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     del args, kwargs
+    if is_compiling():
+        return
     for listener in tuple(_listeners):
         listener.step_ends(optimizer)

@@ -26,7 +26,7 @@ import torch.fx._symbolic_trace
 from msmon import log
 from msmon.backends.pytorch import events
 from msmon.backends.pytorch.devices import capturing
-from msmon.backends.pytorch.module_hook import ModuleHook
+from msmon.backends.pytorch.module_hook import ModuleHook, NodeHook
 from msmon.backends.pytorch.naming import unwrap, walk_modules
 from msmon.backends.pytorch.structure import MOST_TENSORS, elements, parts, suffixes, tensors_of
 from msmon.backends.pytorch.views import ViewOfBase
@@ -494,7 +494,7 @@ class ModuleCalls:
             by_node.setdefault(node, []).append((position, number))
         for node, places in by_node.items():
             if not _accumulates(node):
-                hook = functools.partial(self._output_gradients, call, places, wanted)
+                hook = NodeHook(functools.partial(self._output_gradients, call, places, wanted))
                 node.register_prehook(hook)
                 for position, _ in places:
                     call.nodes[position] = weakref.ref(hook)
@@ -509,9 +509,8 @@ class ModuleCalls:
                 if node._sequence_nr() >= call.begin and not _accumulates(node):  # noqa: SLF001 - as above
                     written = _Written(tensor, hook)
                     self._written.append(written)
-                    node.register_prehook(
-                        functools.partial(self._base_gradient, call, position, (number, view, written))
-                    )
+                    observe = functools.partial(self._base_gradient, call, position, (number, view, written))
+                    node.register_prehook(NodeHook(observe))
 
     def _base_gradient(
         self,
@@ -557,11 +556,12 @@ class ModuleCalls:
                 leaving.setdefault(position, []).append((node, slot, view))
         for position, places in leaving.items():
             for node, slot, part in places:
-                node.register_hook(functools.partial(self._input_gradient, call, position, (slot, part), len(places)))
+                observe = functools.partial(self._input_gradient, call, position, (slot, part), len(places))
+                node.register_hook(NodeHook(observe))
         for node, number in made:  # an input handed through: what comes to the output goes to the input
             position = call.edges.get((node, number), -1)
             if position >= 0 and position not in leaving and not _accumulates(node):
-                node.register_prehook(functools.partial(self._handed_through, call, position, number))
+                node.register_prehook(NodeHook(functools.partial(self._handed_through, call, position, number)))
 
     def _exits(self, made: Sequence[Edge], inputs: Mapping[Edge, int], begin: int) -> list[tuple[Node, int, Edge]]:
         """Edges that lead out of the forward's own graph: node, which of its edges, and where that leads.
@@ -668,9 +668,11 @@ def _modes_of_tracing() -> bool:
 
 
 def _wraps(outer: WatchedModule, inner: WatchedModule) -> bool:
-    """Whether the one is a wrapper around the other and stands for it in the files."""
+    """Whether the one is a wrapper around the other and stands for it in the files; that of torch.compile always does."""
     wrapper = outer.reference()
-    return outer.name == inner.name and wrapper is not None and unwrap(wrapper) is inner.reference()
+    if wrapper is None or unwrap(wrapper) is not inner.reference():
+        return False
+    return outer.name == inner.name or type(wrapper).__name__ == "OptimizedModule"
 
 
 def _edge(tensor: Tensor) -> Edge | None:

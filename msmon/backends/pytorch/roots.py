@@ -6,10 +6,8 @@ number of modules. Modules that no constructor told us of are looked for among t
 
 from __future__ import annotations
 
-import functools
 import gc
-import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -105,16 +103,10 @@ def _without_twins(roots: list[Module], wanted: set[int]) -> list[Module]:
 def _scan_once() -> bool:
     """Add modules that came to life in a way we did not see. Types are looked at, never ``isinstance``: that runs code."""
     global _scanned  # noqa: PLW0603 - a scan takes a tenth of a second, so it happens once a process
-    if _scanned:
+    if _scanned and discovery.notes_modules:
         return False
     _scanned = True
     for candidate in gc.get_objects():
-        if torch.nn.Module in type(candidate).__mro__ and id(candidate) not in discovery.modules:
-            key = id(candidate)
-            discovery.modules[key] = weakref.ref(candidate, functools.partial(_forget, key))
+        if torch.nn.Module in type(candidate).__mro__:
+            discovery.note_module(candidate)
     return True
-
-
-def _forget(key: int, reference: weakref.ref[Any]) -> None:
-    if discovery.modules.get(key) is reference:
-        del discovery.modules[key]

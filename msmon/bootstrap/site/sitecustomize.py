@@ -11,6 +11,13 @@ import sys
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
+_AWAITED = (
+    "torch.nn.modules.module",
+    "torch.optim.optimizer",
+    "torch._dynamo.mutation_guard",
+)
+
+
 def _debug(text):
     where = os.environ.get("MSMON_DEBUG")
     if not where:
@@ -94,7 +101,7 @@ def _arm(settings):
 
         process.framework_imported(module, _debug)
 
-    _Finder.hooks = {"torch.nn.modules.module": note, "torch.optim.optimizer": note}
+    _Finder.hooks = dict.fromkeys(_AWAITED, note)
     sys.meta_path.insert(0, _Finder)
     if os.environ.get("MSMON_MAIN_PID") == str(os.getpid()):
         import atexit

@@ -286,7 +286,7 @@ def _engines() -> list[Any]:
 def _look_for_engines(models: Sequence[Module]) -> None:
     """Without ``msmon run`` nobody has noted the modules that were constructed."""
     kind = _engine_class()
-    if hasattr(torch.nn.Module.__init__, "__msmon_original__"):
+    if discovery.notes_modules:
         return
     candidates = models if any(kind in type(model).__mro__ for model in models) else gc.get_objects()
     for candidate in candidates:

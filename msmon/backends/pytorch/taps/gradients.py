@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from msmon.backends.pytorch.module_hook import ParameterHook
 from msmon.backends.pytorch.recorder import describe
 
 if TYPE_CHECKING:
@@ -97,19 +98,19 @@ class GradientTap:
                 watched.hooked = parameter._cdata  # noqa: SLF001 - as above
                 if watched.handle is not None:
                     ledger.release(watched.handle)
-                handle = watched.handle = parameter.register_post_accumulate_grad_hook(self._make_hook(watched, guard))
+                hook = ParameterHook(self._collecting, self._make_reader(watched, guard))
+                handle = watched.handle = parameter.register_post_accumulate_grad_hook(hook)
                 ledger.keep(handle)
                 hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - torch registers at the end only
                 ours = next(reversed(hooks))
                 for key in [key for key in hooks if key != ours]:
                     hooks[key] = hooks.pop(key)
 
-    def _make_hook(self, watched: WatchedParameter, guard: Guard) -> Callable[[Tensor], None]:
-        collecting, run, read = self._collecting, guard.run, self._read_unreduced
+    def _make_reader(self, watched: WatchedParameter, guard: Guard) -> Callable[[Tensor], None]:
+        run, read = guard.run, self._read_unreduced
 
         def after_accumulation(parameter: Tensor) -> None:
-            if collecting():
-                run(read, watched, parameter)
+            run(read, watched, parameter)
 
         return after_accumulation
 

@@ -201,9 +201,11 @@ class ModuleTaps:
                 name = watched.name or type(innermost(module)).__name__
                 text = "of what it computes inside, activations cannot be seen; its input and output are recorded"
                 log.say(f"{name} is compiled: {text}", once=f"compiled:{name}")
-            elif getattr(module, "_compiled_call_impl", None) is not None:
+            elif getattr(module, "_compiled_call_impl", None) is not None and not type(module).__module__.startswith(
+                "torch.nn."  # of those torch compiles nothing
+            ):
                 name = watched.name or type(module).__name__
-                text = "its activations cannot be seen; with torch.compile(model) its input and output can"
+                text = "of what it computes inside, activations cannot be seen"
                 log.say(f"{name} was compiled in place: {text}", once=f"compiled:{name}")
                 return
         if not self.activations.seen:
