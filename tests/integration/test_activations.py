@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,3 +66,47 @@ def test_training_is_unchanged(runner: Runner) -> None:
         assert done.returncode == 0, done.stderr
         assert done.stdout == bare.stdout
     assert done.rows("actv_grad")
+
+
+DEEP = """
+    import copy, pickle, sys, torch
+    from torch import nn
+
+    class Outer(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+        def forward(self, x):
+            return self.inner(x)
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    for _ in range(int(sys.argv[1])):
+        model = Outer(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(torch.randn(2, 4)).sum()
+        loss.backward()
+        optimizer.step()
+        print(loss.item())
+    for attempt in (copy.deepcopy, pickle.dumps):
+        try:
+            attempt(model)
+            print("done")
+        except RecursionError:
+            print("too deep")
+"""
+
+
+def test_modules_nested_as_deep_as_python_bears(runner: Runner) -> None:
+    """240 levels need nearly all of Python's limit for recursion: training goes on, rows, stacks and structure are there."""
+    script = runner.write(DEEP)
+    bare = runner.bare(script, "240")
+    done = runner.monitored(script, "240", config={**EVERYTHING, "stack_info": True})
+    assert (done.returncode, done.stdout.splitlines()[:3]) == (0, bare.stdout.splitlines()[:3]), done.stderr
+    assert "switched off" not in done.stderr
+    assert len([row for row in done.rows("actv") if row.step == 2]) == 2 * 241
+    shown = runner.monitored(script, "240", config={**EVERYTHING, "print_struct": True})
+    assert (shown.returncode, "switched off" in shown.stderr) == (0, False), shown.stderr
+    assert len(json.loads(next(runner.output.rglob("module_struct.json")).read_text())) == 241

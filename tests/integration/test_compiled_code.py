@@ -50,7 +50,7 @@ def cases(runner: Runner, run: Any, *names: str, **options: Any) -> Seen:
     """What the cases have computed, and what the compiler has seen of them."""
     path = runner.folder / "seen.json"
     runner.environment["TORCHINDUCTOR_CACHE_DIR"] = str(runner.folder / "inductor")
-    done = run(HERE / "compiled_code.py", str(path), *names, **options)
+    done = run(HERE / "compiled_code.py", str(path), *names, timeout=900, **options)  # many graphs, on a busy machine
     assert done.returncode == 0, done.stderr
     seen: Seen = json.loads(path.read_text())
     return seen

@@ -20,6 +20,7 @@ from msmon.pytorch import TrainerMon
 from msmon.runtime.frames import MSMON
 
 if TYPE_CHECKING:
+    from conftest import Runner
     from integration.conftest import Room
 
 
@@ -596,3 +597,59 @@ def test_under_fake_tensors(room: Room, capfd: pytest.CaptureFixture[str]) -> No
     assert "numpy" not in said
     for kind in ("param_origin", "param_updated", "grad_reduced", "grad_unreduced"):
         assert said.count(f" has no {kind}: ") == 1
+
+
+WRAPPED_BETWEEN = """
+    import functools, json, sys
+    import torch
+    from msmon.pytorch import TrainerMon
+
+    PLACES = [
+        (torch.autograd, "backward"), (torch.amp.GradScaler, "step"), (torch.nn.Module, "train"), (torch.nn.Module, "zero_grad"),
+        (torch.optim.Optimizer, "zero_grad"), (torch.utils.checkpoint.CheckpointFunction, "apply"),
+    ]
+
+    def train():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        monitor = TrainerMon(sys.argv[1], params_have_main_grad=False)
+        monitor.set_monitor(model, 1, optimizer)
+        for step in range(3):
+            model.train()
+            optimizer.zero_grad()
+            model.zero_grad()
+            output = torch.utils.checkpoint.checkpoint(model, torch.ones(1, 3, requires_grad=True), use_reentrant=True)
+            scaler.scale(output.sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return monitor, model.weight.tolist()
+
+    monitor, first = train()
+    held = [getattr(owner, name) for owner, name in PLACES]
+    monitor.close()
+    called = set()
+    for (owner, name), function in zip(PLACES, held):
+        def theirs(*args, name=name, function=function, **kwargs):
+            called.add(name)
+            return function(*args, **kwargs)
+        setattr(owner, name, functools.wraps(function)(theirs))
+    monitor, second = train()
+    monitor.close()
+    assert called == {name for _, name in PLACES} and first == second
+"""
+
+
+@pytest.mark.slow
+def test_functions_that_another_tool_wraps_between_two_monitors(runner: Runner) -> None:
+    """What it holds is the wrapper of the first monitor, which then lies under its own and that under the second's."""
+    script = runner.write(WRAPPED_BETWEEN)
+    config = runner.write_config(wg_distribution=True, xy_distribution=True, all_xy=True, ops=["norm"])
+    done = runner.bare(script, str(config), MONITOR_OUTPUT_DIR=str(runner.output))
+    assert done.returncode == 0, done.stderr
+    first, second = sorted(runner.output.glob("*-rank0-*"), key=lambda path: path.stat().st_mtime)
+    names = sorted(path.name for path in first.glob("*.csv"))
+    assert len(names) > 6
+    for name in names:
+        assert (second / name).read_text() == (first / name).read_text(), name

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from msmon import log
 from msmon.backends.pytorch import events
 from msmon.backends.pytorch.devices import capturing
+from msmon.backends.pytorch.internals import graph_task
 from msmon.runtime.frames import folder_of, frames_from
 from msmon.runtime.guard import Guard
 from msmon.runtime.ledger import Ledger
@@ -140,10 +141,21 @@ def subscribe(listener: Listener) -> bool:
         if missing:
             log.say(f"communication is not recorded: {missing}", once="communication")
             return False
-        _observer = _Observer()
-        _observer.install()
+        _observer = Guard("observation of communication").run(_installed)
+        if _observer is None:
+            return False
     _listeners.append(listener)
     return True
+
+
+def _installed() -> _Observer:
+    observer = _Observer()
+    try:
+        observer.install()
+    except BaseException:
+        observer.remove()
+        raise
+    return observer
 
 
 def unsubscribe(listener: Listener) -> None:
@@ -181,7 +193,7 @@ def call_stack(caller: FrameType | None) -> Iterator[FrameType]:
     A device's autograd thread has no frames of the script: there the frames of ``backward()``'s caller follow.
     """
     yield from frames_from(caller)
-    if torch._C._current_graph_task_id() != -1:  # noqa: SLF001 - autograd has no public name for it
+    if graph_task() != -1:
         yield from _frames_of_waiting_backward()
 
 
@@ -269,7 +281,7 @@ class _Observer:
         places = {argument.name: place for place, argument in enumerate(overload._schema.arguments)}  # noqa: SLF001
 
         def kernel(keys: Any, *args: Any) -> Any:  # noqa: ANN401 - passes on whatever the operator takes and returns
-            interested = [listener for listener in tuple(_listeners) if listener.collecting()]
+            interested = self.guard.run(_interested)
             if not interested:
                 return redispatch(keys & after, *args)
             call = self.guard.run(self._begin, operator, places, args, interested)
@@ -298,7 +310,7 @@ class _Observer:
         name = operator.name.removesuffix("_coalesced") if single else operator.name
         caller = _outside()
         call = Call(name, group, inputs, outputs, caller, thread=get_ident())
-        in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001 - autograd has no public name for it
+        in_backward = graph_task() != -1
         call.by_autograd = in_backward and (caller is None or caller.f_code.co_filename.startswith(_AUTOGRAD))
         for listener in interested:
             said = listener.begins(call)
@@ -331,7 +343,7 @@ class _Observer:
 
     def _ask_for_end_of_backward(self) -> None:
         """Hear of the end of this backward pass after DDP has, which waits there and asks to be told later than now."""
-        task = torch._C._current_graph_task_id()  # noqa: SLF001 - autograd has no public name for it
+        task = graph_task()
         if task in {-1, self._told_at_end_of}:
             return
         self._told_at_end_of = task
@@ -498,6 +510,10 @@ class _Observer:
             return work
 
         return end
+
+
+def _interested() -> list[Listener]:
+    return [listener for listener in tuple(_listeners) if listener.collecting()]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:  # noqa: ANN401 - a tensor, a list, or a list of lists

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from types import CodeType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -18,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from msmon.backends.pytorch import devices, dynamo
 from msmon.backends.pytorch.adapters import deepspeed, megatron, pipelining
+from msmon.backends.pytorch.internals import graph_task, private, step_code
 from msmon.backends.pytorch.module_hook import WithoutHooks, is_compiling, without_hooks, wrap_reduce
 from msmon.bootstrap import discovery
 from msmon.bootstrap.dynamo import mark, run_as_it_is, with_all_it_calls
@@ -87,6 +87,11 @@ _passes: dict[int, int] = {}
 """Backward passes under way: the thread that called each, and its number."""
 
 
+_installed = 0
+"""How often the patches were installed. A wrapper of an earlier time, which others have wrapped before it could be taken
+out, passes calls on to the one below and does nothing else."""
+
+
 class _Checkpoint(threading.local):
     training = False
 
@@ -145,7 +150,7 @@ def current_backward() -> tuple[str, int]:
         under_way = next(iter(_passes.values()), None)
     if under_way is not None:
         return "pass", under_way
-    return "task", torch._C._current_graph_task_id()  # noqa: SLF001 - autograd has no public name for it
+    return "task", graph_task()
 
 
 def waiting_for_backward() -> int | None:
@@ -161,22 +166,18 @@ class _StepInPython:
     """
 
     def __init__(self) -> None:
-        for code in step_code():
+        for code in step_code:
             mark(code, below=False)
 
     def remove(self) -> None:
         """Take it back."""
-        for code in step_code():
+        for code in step_code:
             mark(code, below=False, undo=True)
 
 
-def step_code() -> frozenset[CodeType]:
-    """The code of torch's wrapper around every ``step``."""
-    constants = torch.optim.Optimizer.profile_hook_step.__code__.co_consts
-    return frozenset(constant for constant in constants if isinstance(constant, CodeType))
-
-
 def _install() -> None:
+    global _installed  # noqa: PLW0603 - one set of patches a process
+    _installed += 1
     dynamo.keep_out()
     _ledger.keep(dynamo.WhenLoaded(_dynamo_loaded))
     _ledger.keep(register_optimizer_step_pre_hook(_step_begins))
@@ -184,7 +185,8 @@ def _install() -> None:
     _ledger.keep(_StepInPython())
     _ledger.patch(torch.autograd, "backward", _wrap_backward)
     _ledger.patch(torch.utils.checkpoint.CheckpointFunction, "apply", _wrap_checkpoint)
-    _ledger.patch(torch.jit._recursive, "get_hook_stubs", _wrap_script_hooks)  # noqa: SLF001 - torch has no public place
+    if private("torch.jit._recursive.get_hook_stubs", None, "scripting a model that is watched may fail") is not None:
+        _ledger.patch(torch.jit._recursive, "get_hook_stubs", _wrap_script_hooks)  # noqa: SLF001 - torch has no public place
     for module in devices.graph_makers():
         _ledger.patch(module, "make_graphed_callables", _wrap_graphing)
     _ledger.patch(torch.nn.Module, "train", _wrap_train)
@@ -209,9 +211,11 @@ def _scaler_class() -> type:
 
 
 def _wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    installed = _installed
+
     @run_as_it_is
     def backward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passes on whatever torch takes and returns
-        if is_compiling() or torch._C._current_graph_task_id() != -1:  # noqa: SLF001
+        if is_compiling() or graph_task() != -1 or installed != _installed:
             return original(*args, **kwargs)
         for listener in tuple(_listeners):
             listener.backward_begins()
@@ -222,7 +226,7 @@ def _wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             for listener in tuple(_listeners):
                 listener.backward_ends()
-            del _passes[thread]
+            _passes.pop(thread, None)
 
     return backward
 
@@ -312,9 +316,11 @@ def _wrap_zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_scaler_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    installed = _installed
+
     @run_as_it_is
     def step(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passes on whatever torch takes and returns
-        if is_compiling():
+        if is_compiling() or installed != _installed:
             return original(self, optimizer, *args, **kwargs)
         scale = getattr(self, "_scale", None)
         ended = [listener.scaler_steps(optimizer, scale) for listener in tuple(_listeners)]

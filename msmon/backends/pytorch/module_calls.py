@@ -13,6 +13,7 @@ left out of backward passes: what the node of its base sends or gets stands in f
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -21,10 +22,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.fx._symbolic_trace
 
 from msmon import log
-from msmon.backends.pytorch import events
+from msmon.backends.pytorch import events, internals
 from msmon.backends.pytorch.devices import capturing
 from msmon.backends.pytorch.module_hook import ModuleHook, NodeHook
 from msmon.backends.pytorch.naming import unwrap, walk_modules
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 INPUT, OUTPUT = "input", "output"
+
+_DEEP, _FRAMES_ABOVE = 48, 64
+"""From how many levels of modules on Python's limit for recursion is raised, and by how much more than a frame for each."""
 
 _ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 Edge = tuple["Node", int]
@@ -244,6 +247,7 @@ class ModuleCalls:
         self._written: list[_Written] = []
         self._partial: dict[tuple[int, int], tuple[Call, int, Tensor | None, int]] = {}
         self._guard = Guard("looking at modules")
+        self._room = 0
         self.hook()
         events.on_modules.add(self)
 
@@ -251,13 +255,24 @@ class ModuleCalls:
         """Put hooks on every module of the root that has none yet. Scripted modules take none."""
         self._hooked = {key: hooked for key, hooked in self._hooked.items() if hooked.reference() is not None}
         root = self.root()
-        found = walk_modules(root, wrappers=True) if root is not None else ()
+        found = list(walk_modules(root, wrappers=True)) if root is not None else []
+        self._make_room(1 + max((name.count(".") for _, _, name in found), default=0))
         for module, _, _ in found:
             key = id(module)
             if not self._has(module):
                 self._hooked[key] = hooked = _Hooked(weakref.ref(module))
                 if not isinstance(module, torch.jit.ScriptModule):
                     hooked.put(module, ModuleHook(module, self._begins), ModuleHook(module, self._ends))
+
+    def _make_room(self, levels: int) -> None:
+        """Let as many frames more lie on each other as torch needs for modules with hooks: one a level, and ours on top.
+
+        A model that is nested so deep that Python just bears it would fail otherwise.
+        """
+        room = levels + _FRAMES_ABOVE if levels > _DEEP else 0
+        if room > self._room:
+            sys.setrecursionlimit(sys.getrecursionlimit() + room - self._room)
+            self._room = room
 
     def _has(self, module: Module) -> bool:
         hooked = self._hooked.get(id(module))
@@ -270,7 +285,7 @@ class ModuleCalls:
 
     def modules_wrapped(self) -> None:
         """Somebody has wrapped a module, of this root perhaps."""
-        self._changed()
+        self._guard.run(self._changed)
 
     def _look(self) -> None:
         """Once a step: has any module a new child, or one child less?"""
@@ -327,6 +342,9 @@ class ModuleCalls:
         events.on_modules.discard(self)
         for hooked in self._hooked.values():
             hooked.ledger.undo()
+        with contextlib.suppress(RecursionError):  # so deep is the stack just now that the limit has to stay
+            sys.setrecursionlimit(sys.getrecursionlimit() - self._room)
+            self._room = 0
         self._arrived = None
         self._hooked.clear()
         self._modules.clear()
@@ -362,11 +380,13 @@ class ModuleCalls:
     # A forward
 
     def _begins(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._listening():
-            return
+        if self._listening():
+            self._guard.run(self._begins_in_collected_step, module, args, kwargs)
+
+    def _begins_in_collected_step(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         under_way = self._thread.calls
-        again = torch._C._current_graph_task_id() != -1  # noqa: SLF001 - autograd has no public name for it
-        if not module.training or not (again or under_way or _in_training()) or _transformed():
+        again = internals.graph_task() != -1
+        if not module.training or not (again or under_way or _in_training()) or internals.transformed() or capturing():
             self._ignore(module, under_way)
             return
         if not (again or under_way) and not self._outermost_counts():
@@ -385,7 +405,7 @@ class ModuleCalls:
             return  # the graph of the first forward is still the one that counts
         call.handled = id(sys.exc_info()[1])
         under_way.append(call)
-        self._guard.run(self._see_inputs, call, args, kwargs)
+        self._see_inputs(call, args, kwargs)
 
     def _outermost_counts(self) -> bool:
         """Whether a forward that begins outside of any other is one of training; makes sure that all modules are known."""
@@ -419,7 +439,7 @@ class ModuleCalls:
                 view = ViewOfBase.of(tensor)
                 if view is not None:
                     call.bases.setdefault(view.edge(tensor), (position, view))
-        call.begin = torch._C._autograd._get_sequence_nr()  # noqa: SLF001 - as above
+        call.begin = internals.next_sequence_number() if internals.next_sequence_number is not None else 0
 
     @staticmethod
     def _note(
@@ -469,6 +489,9 @@ class ModuleCalls:
 
     # Gradients
 
+    def _guarded(self, function: Callable[..., None], *arguments: Any) -> None:  # noqa: ANN401 - whatever the function takes
+        self._guard.run(function, *arguments)
+
     def _watch_gradients(self, call: Call, outputs: Sequence[Tensor]) -> None:
         made = [(position, edge) for position, tensor in enumerate(outputs) if (edge := _edge(tensor)) is not None]
         if not torch.is_grad_enabled() and not call.again:
@@ -484,7 +507,9 @@ class ModuleCalls:
             self._hook_inputs(call, [edge for _, edge in made])
 
     def _wants(self, call: Call, side: str) -> bool:
-        return any(observer.wants(call, side) for observer, _ in self._observers)
+        return internals.next_sequence_number is not None and any(
+            observer.wants(call, side) for observer, _ in self._observers
+        )
 
     def _hook_outputs(self, call: Call, made: Sequence[tuple[int, Edge]], *, count: bool, wanted: bool) -> None:
         if not (count or wanted):
@@ -494,7 +519,7 @@ class ModuleCalls:
             by_node.setdefault(node, []).append((position, number))
         for node, places in by_node.items():
             if not _accumulates(node):
-                hook = NodeHook(functools.partial(self._output_gradients, call, places, wanted))
+                hook = NodeHook(functools.partial(self._guarded, self._output_gradients, call, places, wanted))
                 node.register_prehook(hook)
                 for position, _ in places:
                     call.nodes[position] = weakref.ref(hook)
@@ -509,7 +534,9 @@ class ModuleCalls:
                 if node._sequence_nr() >= call.begin and not _accumulates(node):  # noqa: SLF001 - as above
                     written = _Written(tensor, hook)
                     self._written.append(written)
-                    observe = functools.partial(self._base_gradient, call, position, (number, view, written))
+                    observe = functools.partial(
+                        self._guarded, self._base_gradient, call, position, (number, view, written)
+                    )
                     node.register_prehook(NodeHook(observe))
 
     def _base_gradient(
@@ -556,12 +583,15 @@ class ModuleCalls:
                 leaving.setdefault(position, []).append((node, slot, view))
         for position, places in leaving.items():
             for node, slot, part in places:
-                observe = functools.partial(self._input_gradient, call, position, (slot, part), len(places))
+                place = (slot, part), len(places)
+                observe = functools.partial(self._guarded, self._input_gradient, call, position, *place)
                 node.register_hook(NodeHook(observe))
         for node, number in made:  # an input handed through: what comes to the output goes to the input
             position = call.edges.get((node, number), -1)
             if position >= 0 and position not in leaving and not _accumulates(node):
-                node.register_prehook(NodeHook(functools.partial(self._handed_through, call, position, number)))
+                node.register_prehook(
+                    NodeHook(functools.partial(self._guarded, self._handed_through, call, position, number))
+                )
 
     def _exits(self, made: Sequence[Edge], inputs: Mapping[Edge, int], begin: int) -> list[tuple[Node, int, Edge]]:
         """Edges that lead out of the forward's own graph: node, which of its edges, and where that leads.
@@ -646,25 +676,6 @@ class ModuleCalls:
 def _in_training() -> bool:
     """Whether a forward begun here is part of training: rollouts and evaluations switch gradients off."""
     return torch.is_grad_enabled() or events.in_checkpoint()
-
-
-def _transformed() -> bool:
-    """Whether tensors are not what they seem: functorch's transforms, tracing of all kinds, CUDA graphs."""
-    return (
-        getattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", False)  # noqa: SLF001 - is_fx_tracing() logs a warning
-        or _modes_of_tracing()
-        or torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001 - as above
-        or torch._C._get_tracing_state() is not None  # noqa: SLF001 - as above
-        or capturing()
-    )
-
-
-def _modes_of_tracing() -> bool:
-    """Whether operations make fake tensors or are written down, as torch's own dispatch modes do."""
-    if not torch._C._len_torch_dispatch_stack():  # noqa: SLF001 - torch has no public name for it
-        return False
-    keys = torch._C._TorchDispatchModeKey  # noqa: SLF001 - as above
-    return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))  # noqa: SLF001 - as above
 
 
 def _wraps(outer: WatchedModule, inner: WatchedModule) -> bool:

@@ -19,7 +19,6 @@ import threading
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +30,7 @@ from msmon.backends.pytorch import events
 from msmon.backends.pytorch.adapters import choose_adapter, deepspeed
 from msmon.backends.pytorch.devices import capturing
 from msmon.backends.pytorch.dynamic import DynamicRun
+from msmon.backends.pytorch.internals import step_code
 from msmon.backends.pytorch.kernels.choose import choose_kernel
 from msmon.backends.pytorch.place import current_place, leave_process_group, shared_run_id
 from msmon.backends.pytorch.run_report import describe_model, run_report
@@ -57,6 +57,7 @@ from msmon.stats.definitions import Statistic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from types import FrameType
 
     from torch import Tensor
     from torch.nn import Module
@@ -75,13 +76,6 @@ if TYPE_CHECKING:
     from msmon.sinks.base import Sink
 
 _numbers = itertools.count()
-_STEP_CODE = frozenset(
-    constant
-    for constant in torch.optim.Optimizer.profile_hook_step.__code__.co_consts
-    if isinstance(constant, CodeType)
-)
-"""The code object of torch's wrapper around every ``step``."""
-
 _sessions: IdentitySet[Session] = IdentitySet()
 
 
@@ -556,9 +550,12 @@ class Session:
 
     def scaler_steps(self, optimizer: Optimizer, scale: Tensor | None) -> Callable[[], None]:
         """See :class:`msmon.backends.pytorch.events.Listener`."""
+        return self.guard.run(self._scaler_steps, optimizer, scale) or _nothing
+
+    def _scaler_steps(self, optimizer: Optimizer, scale: Tensor | None) -> Callable[[], None]:
         watch = self.find(optimizer)
         if self._engine_step is not None and self._engine_step.watch is watch:
-            return lambda: None  # the engine's step is what counts
+            return _nothing  # the engine's step is what counts
         collecting = watch is not None and watch.collecting
         self._scales[id(optimizer)] = scale.clone() if scale is not None and collecting else None
         return functools.partial(self.guard.run, self._scaler_stepped, optimizer)
@@ -804,6 +801,10 @@ class Session:
             watch.start_anew()
 
 
+def _nothing() -> None:
+    """What there is to do after something that is not looked at."""
+
+
 def _hint(close: Sequence[str]) -> str:
     return f"; close: {', '.join(close)}" if close else ""
 
@@ -829,10 +830,12 @@ class _Observed:
 
 def _steps_under_way(optimizer: Optimizer) -> int:
     """How many calls of ``optimizer.step`` are being executed further up this thread's stack."""
+    if not step_code:
+        return sys.maxsize  # nobody can tell: none was left
     frame: FrameType | None = sys._getframe()  # noqa: SLF001 - the only way to see whether a step was left by an exception
     count = 0
     while frame is not None:
-        if frame.f_code in _STEP_CODE and frame.f_locals.get("self") is optimizer:
+        if frame.f_code in step_code and frame.f_locals.get("self") is optimizer:
             count += 1
         frame = frame.f_back
     return count

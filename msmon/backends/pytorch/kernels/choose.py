@@ -6,10 +6,10 @@ import warnings
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from msmon import log
 from msmon.backends.pytorch.devices import accumulation_dtype
+from msmon.backends.pytorch.internals import unseen
 from msmon.backends.pytorch.kernels.eager import EagerKernel
 from msmon.backends.pytorch.kernels.host import HostKernel
 from msmon.runtime.interruption import from_signal_handler
@@ -53,7 +53,7 @@ class KernelByDevice:
 def choose_kernel() -> KernelByDevice:
     """The fastest kernels that work here."""
     try:
-        with _disable_current_modes():  # under a fake mode no tensor has numbers
+        with unseen():  # under a fake mode no tensor has numbers
             torch.zeros(1, device="cpu").numpy()
     except RuntimeError as error:  # torch built against another NumPy than the one installed
         log.say(f"torch and numpy do not fit together ({error}): slower statistics on CPU", once="kernel:host")

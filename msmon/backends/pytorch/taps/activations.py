@@ -7,8 +7,8 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from msmon.backends.pytorch import internals
 from msmon.backends.pytorch.module_calls import INPUT, OUTPUT, Observer
 from msmon.backends.pytorch.recorder import describe
 
@@ -150,8 +150,8 @@ def _unseen() -> contextlib.AbstractContextManager[object]:
 
     One may count operations, or keep their results for a selective checkpoint and take ours for the user's.
     """
-    if torch._C._len_torch_dispatch_stack():  # noqa: SLF001 - torch has no public name for it
-        return _disable_current_modes()
+    if internals.dispatch_modes():
+        return internals.unseen()
     return contextlib.nullcontext()
 
 
