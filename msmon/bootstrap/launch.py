@@ -62,6 +62,7 @@ def prepare_environment(
     grad_acc_steps: int | None = None,
     alerts: dict[str, Any] | None = None,
     dynamic: bool = False,
+    first_step: int | None = None,
 ) -> tuple[dict[str, str], list[str]]:
     """The environment of the command, with the settings file written.
 
@@ -74,6 +75,7 @@ def prepare_environment(
         grad_acc_steps: Micro-batches a step, when the user said so.
         alerts: What the command line says of alerts.
         dynamic: Follow the file; ``DYNAMIC_MONITOR`` asks for it too.
+        first_step: Number of the first training step, when the user said so.
 
     Returns:
         The environment, and what the user should know before the command starts.
@@ -91,6 +93,7 @@ def prepare_environment(
         command=list(command),
         alerts=alerts or {},
         dynamic=dynamic or env.dynamic_requested(),
+        first_step=first_step,
     )
     path, notes = _write_settings(settings)
     environment = dict(os.environ)

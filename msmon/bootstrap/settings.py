@@ -34,6 +34,7 @@ class Settings:
         grad_acc_steps: Micro-batches a step, when the user said so.
         command: The command of the run.
         alerts: What the command line says of alerts, as plain values.
+        first_step: Number of the first training step, when the user said so.
         dynamic: Whether the file is followed: launchers may drop ``DYNAMIC_MONITOR`` on the way to other hosts.
     """
 
@@ -48,6 +49,7 @@ class Settings:
     command: list[str]
     alerts: dict[str, Any] = field(default_factory=dict)
     dynamic: bool = False
+    first_step: int | None = None
 
     def config(self) -> MonitorConfig:
         """The configuration as a value; it was checked before the run began."""

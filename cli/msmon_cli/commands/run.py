@@ -152,6 +152,18 @@ def run(  # noqa: PLR0917 - Typer calls it by name
             rich_help_panel=SELECTION,
         ),
     ] = None,
+    first_step: Annotated[
+        int | None,
+        typer.Option(
+            "--first-step",
+            min=0,
+            max=2**53,
+            help="Number of the first training step, when training is resumed. Default: learned from what is loaded, else 0.",
+            metavar="N",
+            show_default=False,
+            rich_help_panel=SELECTION,
+        ),
+    ] = None,
     dynamic: Annotated[
         bool,
         typer.Option(
@@ -292,6 +304,7 @@ def run(  # noqa: PLR0917 - Typer calls it by name
         grad_acc_steps=grad_acc_steps,
         alerts=extra,
         dynamic=dynamic,
+        first_step=first_step,
     )
     if config is None and env.dynamic_requested():
         notes.append(f"{env.DYNAMIC} is set, and there is no file to follow: name one with --config")

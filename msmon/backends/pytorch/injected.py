@@ -18,6 +18,7 @@ from msmon import env, log
 from msmon.backends.base import NamedParameter
 from msmon.backends.pytorch import events
 from msmon.backends.pytorch.adapters.registered import registered_parameters
+from msmon.backends.pytorch.first_step import FirstStep, learn_first_step, note_optimizer
 from msmon.backends.pytorch.module_calls import ModuleCalls
 from msmon.backends.pytorch.naming import class_name, innermost, walk_parameters
 from msmon.backends.pytorch.roots import find_roots, optimizer_parameters
@@ -66,6 +67,7 @@ class InjectedMonitor:
         self._labels: list[str] = []
         self._guard = Guard("looking for models")
         self._grad_acc_steps = settings.grad_acc_steps
+        self._first_step = settings.first_step
         self.session = Session(
             settings.config(),
             settings.output_root,
@@ -81,7 +83,8 @@ class InjectedMonitor:
         self._lock = threading.RLock()
 
     def optimizer_constructed(self, optimizer: Optimizer) -> None:
-        """Remember an optimizer with the models that own its parameters now."""
+        """Remember an optimizer with the models that own its parameters now, and that it has loaded a state when told again."""
+        note_optimizer(optimizer)
         self._guard.run(self._remember, optimizer)
 
     def _remember(self, optimizer: Optimizer) -> None:
@@ -168,10 +171,24 @@ class InjectedMonitor:
             prefixes=[f"{label}." if prefixed else "" for label in labels],
             calls=[self._take_calls(root) for root in component.roots],
             earlier=[self._earlier(root, component.tensors) for root in component.roots],
+            first_step=self._said_first_step(component),
             grad_acc_steps=self._grad_acc_steps,
         )
         if not labels:
             self._labels.append(next(iter(watch.inventory.all_names), ""))
+
+    def _said_first_step(self, component: _Component) -> FirstStep | None:
+        """What ``--first-step`` says of a model that is there when training begins; ``None`` leaves it to be learned.
+
+        Workers that a launcher starts anew go on later than the command did, if it is known where.
+        """
+        if self._first_step is None or self.session.steps_seen:
+            return None
+        said = FirstStep(self._first_step, "--first-step")
+        if os.environ.get(env.RESTARTS, "0") != "0":
+            learned = self._guard.run(learn_first_step, component.roots, component.optimizers)
+            return learned if learned is not None and learned.value else said
+        return said
 
     def _existing(self, component: _Component) -> Watch | None:
         """The watch that already has a model or a tensor of this component."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from msmon import log
+from msmon.backends.pytorch.first_step import FirstStep
 from msmon.backends.pytorch.naming import class_name, innermost
 from msmon.backends.pytorch.place import current_place
 from msmon.backends.pytorch.roots import optimizer_parameters
@@ -114,7 +115,7 @@ class TrainerMon:
             label=label if further else "",
             prefixes=[f"{label}." if further else ""] * len(chunks),
             raw_names=True,
-            first_step=start_iteration,
+            first_step=FirstStep(operator.index(start_iteration), "start_iteration"),
             grad_acc_steps=given[0],
             main_grad=self._main_grad,
         )

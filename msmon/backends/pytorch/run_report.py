@@ -47,6 +47,13 @@ def run_report(
     }
 
 
+def _describe_optimizers(watch: Watch) -> dict[str, Any]:
+    """Its optimizers; when all are gone, what was said of them stays."""
+    classes = [type(optimizer).__name__ for optimizer in watch.optimizers]
+    loaded = [None if loaded is None else "loaded" if loaded else "fresh" for loaded in watch.states_were_loaded]
+    return {"optimizers": classes, "optimizer_state": loaded} if classes or not watch.report else {}
+
+
 def describe_model(watch: Watch) -> dict[str, Any]:
     """One watched model, with every parameter."""
     roots = [root for reference in watch.roots if (root := reference()) is not None]
@@ -55,8 +62,8 @@ def describe_model(watch: Watch) -> dict[str, Any]:
         "classes": [class_name(root) for root in roots],
         "adapter": watch.adapter.name,
         **(watch.adapter.describe(roots[0]) if roots else {}),
-        "optimizers": [type(optimizer).__name__ for optimizer in watch.optimizers],
-        "first_step": watch.first_step,
+        **_describe_optimizers(watch),
+        "first_step": watch.first_step._asdict(),
         **({"renamed": watch.renamed} if watch.renamed else {}),
         "parameters": [
             {

@@ -27,9 +27,10 @@ from msmon import env, log
 from msmon.alerts.setup import make_alerts
 from msmon.alerts.stage import JudgedSink
 from msmon.backends.pytorch import events
-from msmon.backends.pytorch.adapters import choose_adapter, deepspeed
+from msmon.backends.pytorch.adapters import choose_adapter, deepspeed, step_counts
 from msmon.backends.pytorch.devices import capturing
 from msmon.backends.pytorch.dynamic import DynamicRun
+from msmon.backends.pytorch.first_step import UNKNOWN, FirstStep, learn_first_step
 from msmon.backends.pytorch.internals import step_code
 from msmon.backends.pytorch.kernels.choose import choose_kernel
 from msmon.backends.pytorch.place import current_place, leave_process_group, shared_run_id
@@ -203,6 +204,7 @@ class Session:
         self.place: Place | None = None
         self._kernel = choose_kernel()
         self.guard = Guard("monitoring")
+        self._first_step_guard = Guard("learning the number of the first step")
         self.output: _Output | None = None
         self.steps_seen = 0
         self.steps_collected = 0
@@ -273,7 +275,7 @@ class Session:
         calls: Sequence[ModuleCalls | None] = (),
         earlier: Sequence[Sequence[NamedParameter[Any]]] = (),
         raw_names: bool = False,
-        first_step: int = 0,
+        first_step: FirstStep | None = None,
         grad_acc_steps: int | None = None,
         main_grad: bool = True,
     ) -> Watch:
@@ -287,22 +289,24 @@ class Session:
             calls: Hooks that are on each model's modules already.
             earlier: Parameters that each model had when its optimizer was constructed.
             raw_names: Names with the prefixes of wrappers, each model being a chunk with its own ``vpp_stage``.
-            first_step: Number of the first training step.
+            first_step: Number of the first training step, and who said it; ``None`` learns it.
             grad_acc_steps: Micro-batches a step; ``None`` counts backward passes.
             main_grad: Read ``main_grad`` where a parameter has one.
         """
         for part in (part for model in models for part in model.modules()):
             discovery.note_module(part)  # in a script that calls us, nobody has noted them
         events.follow_frameworks()
+        start = first_step or self._first_step_guard.run(learn_first_step, models, optimizers) or FirstStep()
+        self._say_first_step(start)
         watch = Watch(
             self.config,
             self._kernel,
             choose_adapter(models, optimizers, main_grad=main_grad),
             self._emit,
             label=label or "",
-            first_step=first_step,
+            first_step=start,
             grad_acc_steps=grad_acc_steps,
-            gate=self._dynamic.gate(first_step) if self._dynamic else None,
+            gate=self._dynamic.gate(start.value) if self._dynamic else None,
         )
         watch.on_step = self._count_step
         if self._dynamic is not None:
@@ -319,9 +323,24 @@ class Session:
         self._owners = [owner for owner in self._owners if owner() is not None]
         self._owners += [weakref.ref(owner, self._gone.put) for owner in models or optimizers]
         self.watches.append(watch)
+        if self.communication is not None and not self.watches[0].collecting:
+            self.communication.drop()  # until now nobody knew the number of the step under way
         self.watches[0].communication = self.communication
         self._describe_run()
         return watch
+
+    @staticmethod
+    def _say_first_step(start: FirstStep) -> None:
+        if current_place().rank != 0:
+            return
+        if start.source == UNKNOWN:
+            log.say(
+                "an optimizer has loaded its state, which does not say after how many steps: they are numbered from 0; "
+                "--first-step N sets another number",
+                once="first step unknown",
+            )
+        elif start.value:
+            log.say(f"training continues at step {start.value} ({start.source})", once=f"first step {start.value}")
 
     def reconfigure(self, config: MonitorConfig) -> None:
         """Go on with other ``ops`` from each model's next training step on, in the same directory."""
@@ -408,6 +427,8 @@ class Session:
 
     def _find_new(self, optimizer: Optimizer) -> Watch | None:
         """The watched model that an optimizer trains, which may become one only now."""
+        if step_counts.makes_state_only(optimizer):
+            return None
         if capturing():
             log.say("a graph of the device is being captured: steps inside it are not recorded", once="capturing")
             return None
@@ -508,8 +529,8 @@ class Session:
             found = [other.modules.stacks for other in self.watches if other.modules and other.modules.stacks]
             self._write_document(self.output.directory.path / stacks.FILE, stacks.content(found), self.output.directory)
         if self.config.print_struct and self.place is not None:
-            stepped = [other for other in self.watches if other.rounds.step > other.first_step]
-            if len(stepped) == len(self.watches) or watch.rounds.step > watch.first_step + 1:
+            stepped = [other for other in self.watches if other.rounds.step > other.first_step.value]
+            if len(stepped) == len(self.watches) or watch.rounds.step > watch.first_step.value + 1:
                 document = {
                     key: value for other in stepped if other.modules for key, value in other.modules.describe().items()
                 }

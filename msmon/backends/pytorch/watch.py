@@ -14,6 +14,7 @@ from msmon import log
 from msmon.backends.pytorch import events
 from msmon.backends.pytorch.adapters.pipelining import current_micro_batch
 from msmon.backends.pytorch.devices import capturing
+from msmon.backends.pytorch.first_step import FirstStep, state_was_loaded
 from msmon.backends.pytorch.recorder import StepRecorder, describe
 from msmon.backends.pytorch.roots import optimizer_parameters
 from msmon.backends.pytorch.taps import weights
@@ -64,6 +65,7 @@ class _OptimizerInUse:
         parameters: Its watched parameters, in the order of the model.
         held: Identities of all its parameters.
         unhooked: Those of ``parameters`` without a gradient hook: frozen ones may be set free later.
+        state_was_loaded: Whether it had a state before its first step here; ``None`` before that.
     """
 
     reference: weakref.ref[Optimizer]
@@ -71,6 +73,7 @@ class _OptimizerInUse:
     parameters: list[WatchedParameter] = field(default_factory=list)
     held: set[int] = field(default_factory=set)
     unhooked: list[WatchedParameter] = field(default_factory=list)
+    state_was_loaded: bool | None = None
 
 
 class Watch:
@@ -82,7 +85,7 @@ class Watch:
         adapter: Where the training framework keeps things.
         emit: Takes the table of each collected step, and the configuration that it was collected under.
         label: The model's name in ``steps.csv``.
-        first_step: Number of the first training step.
+        first_step: The first training step, and who said its number.
         grad_acc_steps: Micro-batches a step when the user said so; ``None`` counts backward passes.
         gate: Which steps are collected, when a file decides that while the training runs.
     """
@@ -95,7 +98,7 @@ class Watch:
         emit: Callable[[StepTable, MonitorConfig], None],
         *,
         label: str,
-        first_step: int,
+        first_step: FirstStep,
         grad_acc_steps: int | None,
         gate: DynamicGate | None = None,
     ) -> None:
@@ -106,13 +109,14 @@ class Watch:
         self.roots: list[weakref.ref[Module]] = []
         self._namings: list[Naming] = []
         self.first_step = first_step
-        self.rounds = Rounds(first_step)
+        self.rounds = Rounds(first_step.value)
         self.gate = gate or StepGate(config.start_step, config.step_interval, config.collect_times)
         self.ledger = Ledger()
+        self._state_guard = Guard("looking at loaded optimizer state")
         self.report: dict[str, Any] = {}
         self.renamed: list[dict[str, Any]] = []
         self.described = True
-        self._named_at = first_step
+        self._named_at = first_step.value
         self._kernel = kernel
         self._reduction = Reduction(kernel, [Statistic(op) for op in config.statistics], config.eps)
         self._next_config = config
@@ -208,7 +212,10 @@ class Watch:
         self.described = False
         if self._named_at != self.rounds.step:  # layers inserted or deleted between two optimizers have others' names
             self._look_at_names()
+        before = self._optimizers.get(id(optimizer))
         entry = _OptimizerInUse(weakref.ref(optimizer))
+        if before is not None and before.reference() is optimizer:
+            entry.state_was_loaded = before.state_was_loaded
         self._optimizers[id(optimizer)] = self._unstepped[id(optimizer)] = entry
         self._refresh(optimizer)
 
@@ -219,7 +226,10 @@ class Watch:
 
     def wrapped_by(self, optimizer: Optimizer) -> list[Optimizer]:
         """What an optimizer about to step may wrap: others of its parameters that never step but inside its step."""
-        self._unstepped.pop(id(optimizer), None)
+        starts = self._unstepped.pop(id(optimizer), None)
+        if starts is not None and starts.state_was_loaded is None:
+            self.described = False
+            starts.state_was_loaded = self._state_guard.run(state_was_loaded, optimizer, self.first_step.value)
         held = self._optimizers[id(optimizer)].held
         found = (entry.reference() for entry in self._unstepped.values() if not held.isdisjoint(entry.held))
         return [inner for inner in found if inner is not None]
@@ -230,6 +240,11 @@ class Watch:
         if self.roots:
             return any(root() is not None for root in self.roots)
         return any(entry.reference() is not None for entry in self._optimizers.values())
+
+    @property
+    def states_were_loaded(self) -> list[bool | None]:
+        """Of each optimizer that still exists: whether it had a state before its first step; ``None`` before that."""
+        return [entry.state_was_loaded for entry in self._optimizers.values() if entry.reference() is not None]
 
     @property
     def optimizers(self) -> list[Optimizer]:

@@ -160,11 +160,11 @@ class DeepSpeedAdapter(PlainAdapter):
     def describe(self, root: Module) -> dict[str, Any]:
         """See :meth:`msmon.backends.base.Adapter.describe`; and how ZeRO spreads the model."""
         wrappers = {id(group.wrapper()) for group in self._groups.values()}
-        engines = [engine for engine in _engines() if id(_wrapper_in(engine)) in wrappers]
+        found = [engine for engine in engines() if id(_wrapper_in(engine)) in wrappers]
         return {
             **super().describe(root),
             "deepspeed": sys.modules["deepspeed"].__version__,
-            "zero_stage": [engine.zero_optimization_stage() for engine in engines],
+            "zero_stage": [engine.zero_optimization_stage() for engine in found],
         }
 
     def _part(self, parameter: Tensor) -> _Part | None:
@@ -270,7 +270,7 @@ _known: list[weakref.ref[Any]] = []
 _looked_at = -1
 
 
-def _engines() -> list[Any]:
+def engines() -> list[Any]:
     """The engines of this process."""
     global _looked_at  # noqa: PLW0603 - looked for again only when there are new modules
     kind = _engine_class()
@@ -301,7 +301,7 @@ def _wrapper_in(engine: Any) -> Any:  # noqa: ANN401 - a DeepSpeedEngine, and on
 
 
 def _wrapper_of(optimizer: Optimizer) -> Any:  # noqa: ANN401 - as above
-    wrappers = (_wrapper_in(engine) for engine in _engines())
+    wrappers = (_wrapper_in(engine) for engine in engines())
     return next((w for w in wrappers if w is not None and getattr(w, "optimizer", None) is optimizer), None)
 
 

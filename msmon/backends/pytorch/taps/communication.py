@@ -173,6 +173,10 @@ class CommunicationTap:
         """Whether the step under way has left no row."""
         return not self._step.finished and not self._step.open
 
+    def drop(self) -> None:
+        """Calls so far belong to a step that is not collected."""
+        self._step = _Step()
+
     def forget(self) -> None:
         """After a fork: what the parent saw is the parent's."""
         communication.start_anew()
