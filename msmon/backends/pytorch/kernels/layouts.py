@@ -6,16 +6,19 @@ Statistics do not depend on the order of elements, so a transposed tensor is rea
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+import operator
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import torch
 
 from msmon.backends.base import UnsupportedTensorError
+from msmon.backends.pytorch.adapters.parts import part_here
+from msmon.backends.pytorch.devices import accumulation_dtype
 from msmon.runtime.interruption import from_signal_handler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -33,8 +36,15 @@ TORCHS_OWN = frozenset({torch.Tensor, torch.nn.Parameter})
 """Classes that keep their elements where torch says."""
 
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
+_NO_FUNCTION = (torch.Tensor.__torch_function__.__func__, torch.nn.Parameter.__torch_function__)  # type: ignore[attr-defined]
+
 _READ_BY = ("dequantize", "to_dense")
 """Methods by which a class may hand out its elements as a tensor of torch's own."""
+
+_SHARE_BYTES = frozenset(
+    dtype for name in ("quint4x2", "quint2x4") if (dtype := getattr(torch, name, None)) is not None
+)
+"""Quantised dtypes of which a byte holds several elements."""
 
 
 def dense_values(tensor: Tensor) -> tuple[Tensor, int]:
@@ -67,7 +77,7 @@ def _dense_values(tensor: Tensor) -> tuple[Tensor, int]:
             "a transform or a trace is under way, and its tensors have no elements of their own"
         )
     if tensor._is_zerotensor():  # noqa: SLF001 - as above
-        return tensor.new_empty(0), tensor.numel()
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device), tensor.numel()
     if lacks_memory(tensor):
         raise UnsupportedTensorError("its memory has been given back")
     tensor = tensor.detach()
@@ -77,8 +87,14 @@ def _dense_values(tensor: Tensor) -> tuple[Tensor, int]:
         return tensor.to_dense(), 0
     if tensor.is_nested:
         parts = [_dense_values(part)[0].reshape(-1) for part in tensor.unbind()]
-        return torch.cat(parts) if parts else tensor.new_empty(0, layout=torch.strided), 0
-    return (tensor, 0) if tensor.layout is torch.strided else _stored_values(tensor)
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return torch.cat(parts) if parts else empty, 0
+    if tensor.layout is torch.strided:
+        return tensor, 0
+    values, hidden_zeros = _stored_values(tensor)
+    if lacks_memory(values):
+        raise UnsupportedTensorError("its memory has been given back")
+    return values, hidden_zeros
 
 
 def _stored_values(tensor: Tensor) -> tuple[Tensor, int]:
@@ -93,32 +109,95 @@ def _stored_values(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def of_torchs_own_class(tensor: Tensor) -> Tensor:
-    """The same elements without what a subclass may do when it is asked for them.
+    """The elements of any tensor as one of torch's own classes. Runs under ``torch.no_grad``.
 
-    A subclass without ``__torch_dispatch__`` keeps its elements as torch does. One with it may keep anything anywhere:
-    what its own ``dequantize`` or ``to_dense`` computes is read instead.
+    A subclass that leaves operations alone keeps its elements as torch does. Any other is asked: by its own ``dequantize``
+    or ``to_dense``, then by a cast. What it answers is believed when it is a tensor without secrets, of the same shape
+    and device, and of numbers where the tensor is. Of a ``DTensor`` the elements are those of this rank's part.
 
     Raises:
-        UnsupportedTensorError: It has none of these, or packs numbers into codes.
+        UnsupportedTensorError: It gives no such answer, or packs numbers into codes.
     """
     cls = type(tensor)
-    if cls in TORCHS_OWN:
+    if cls in TORCHS_OWN or _is_nested(tensor):  # a jagged one is a subclass, which is taken apart
         return tensor
-    if cls.__torch_dispatch__ is _NO_DISPATCH:
-        if torch.nn.Parameter in cls.__mro__ and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise UnsupportedTensorError(f"a {cls.__name__} packs its numbers into {tensor.dtype}")
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - torch has no public name for it
-            return torch.Tensor.as_subclass(tensor, torch.Tensor)
-    if tensor.is_nested:
-        return tensor  # a jagged one, which is taken apart
     if hasattr(tensor, "fake_mode"):
         raise UnsupportedTensorError("a meta or fake tensor has no elements")
-    for name in _READ_BY:
-        if getattr(cls, name) is not getattr(torch.Tensor, name):
-            values: Tensor = getattr(tensor, name)()
-            if type(values) in TORCHS_OWN and values.shape == tensor.shape:
-                return values
-    raise UnsupportedTensorError(f"only {cls.__name__} itself knows where its elements are")
+    part = part_here(tensor)
+    if part is None:
+        raise UnsupportedTensorError("this rank has no part of it")
+    if part is not tensor:
+        return of_torchs_own_class(part)
+    if issubclass(cls, torch.nn.Parameter) and not _dispatches(cls) and not _holds_numbers(tensor):
+        raise UnsupportedTensorError(f"a {cls.__name__} packs its numbers into {tensor.dtype}")
+    return _asked(tensor)
+
+
+def _asked(tensor: Tensor) -> Tensor:
+    for ask in _ways_to_ask(type(tensor)):
+        try:
+            answer = ask(tensor)
+        except Exception as error:  # noqa: PERF203 - a class may raise anything, and still answer the next question
+            if from_signal_handler(error):
+                raise
+        else:
+            if _is_believable(answer, tensor):
+                return _stripped(answer)
+    raise UnsupportedTensorError(f"only {type(tensor).__name__} itself knows where its elements are")
+
+
+@functools.lru_cache(maxsize=256)
+def _ways_to_ask(cls: type[Tensor]) -> tuple[Callable[[Tensor], Any], ...]:
+    methods = tuple(
+        operator.methodcaller(name) for name in _READ_BY if getattr(cls, name) is not getattr(torch.Tensor, name)
+    )
+    if _dispatches(cls):
+        return (*methods, _widened)
+    function = cls.__torch_function__
+    if getattr(function, "__func__", function) not in _NO_FUNCTION:
+        return (*methods, _cast)
+    return methods or (_stripped,)
+
+
+def _dispatches(cls: type) -> bool:
+    """Whether a class makes something else of operations than torch: its memory may hold anything."""
+    return cls.__torch_dispatch__ is not _NO_DISPATCH  # type: ignore[attr-defined]  # a class of tensors
+
+
+def _cast(tensor: Tensor) -> Any:  # noqa: ANN401 - whatever the class returns
+    """To the dtype that kernels read. Of most dtypes that is their own, but ``__torch_function__`` is asked."""
+    return tensor.to(torch.float32 if tensor.dtype in AS_FLOAT32 else tensor.dtype)
+
+
+def _widened(tensor: Tensor) -> Any:  # noqa: ANN401 - as above
+    """To another dtype, since a cast with nothing to do is not handed to ``__torch_dispatch__``."""
+    wide = torch.float32 if tensor.dtype in AS_FLOAT32 else accumulation_dtype(tensor.device)
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - else torch gives results the class of what they came from
+        return tensor.to(torch.complex128 if tensor.is_complex() else wide)
+
+
+def _is_believable(answer: object, tensor: Tensor) -> TypeGuard[Tensor]:
+    if not isinstance(answer, torch.Tensor) or _dispatches(type(answer)):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - torch has no public name for it
+        numbers = _holds_numbers(answer) or not _holds_numbers(tensor)
+        return numbers and answer.shape == tensor.shape and answer.device == tensor.device
+
+
+def _holds_numbers(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _is_nested(tensor: Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as above
+        return tensor.is_nested
+
+
+def _stripped(tensor: Tensor) -> Tensor:
+    if type(tensor) in TORCHS_OWN:
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as above
+        return torch.Tensor.as_subclass(tensor, torch.Tensor)
 
 
 def lacks_memory(tensor: Tensor) -> bool:
@@ -128,9 +207,14 @@ def lacks_memory(tensor: Tensor) -> bool:
     """
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_mkldnn or tensor.numel() == 0:
         return False
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if not torch._C._has_storage(tensor):  # noqa: SLF001 - torch has no public name for it
+        return False  # a device that keeps elements in its own way, and hands them out itself
+    size = tensor.untyped_storage().nbytes()
+    if tensor.dtype in _SHARE_BYTES:
+        return size == 0
+    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     needed = (tensor.storage_offset() + last + 1) * tensor.dtype.itemsize
-    return tensor.untyped_storage().nbytes() < needed or tensor.data_ptr() == 0
+    return size < needed or tensor.data_ptr() == 0
 
 
 def flat_pieces(tensor: Tensor, limit: int) -> Iterator[Tensor]:
