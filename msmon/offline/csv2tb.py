@@ -1,8 +1,9 @@
 """CSV files as TensorBoard event files: one a rank and kind of data, so that TensorBoard lays ranks over one another.
 
 ``<output>/rank{R}/{kind}/events.out.tfevents.…`` holds the tags ``vp{stage}:{name}[:micro{n}]/{op}``, as the original writes
-them. Steps ascend. A step that several directories of a rank have is taken from the run that was started last, and of a row
-that one directory has twice, the later line counts.
+them. Steps ascend. Runs whose steps follow one another are joined. Runs that have the same steps are separate histories, each
+in a directory named after its last run. Of a step that a run has recorded again, after an elastic restart for instance, the
+later rows count, and so does the later line of a row that one directory has twice.
 
 Files are read twice: once to see where each step lies, once in the order of steps. No more than a step is held.
 """
@@ -21,14 +22,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msmon.errors import ArgumentError, MsmonError, NoRecordingError, OutputError
+from msmon.offline.histories import histories
 from msmon.offline.reader import kind_files, run_directories
 from msmon.offline.step_file import StepFile
-from msmon.runtime.run_directory import is_stamp, parse_directory_name, read_run_file, sortable, stamp
+from msmon.runtime.run_directory import is_stamp, parse_directory_name, sortable, stamp
 from msmon.sinks import tensorboard
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 
 @dataclass
@@ -42,7 +44,8 @@ class Series:
         steps: Steps written.
         values: Numbers written.
         non_finite: How many of them are NaN or infinite.
-        repeated: Steps that an earlier run has too, which the later one replaces.
+        repeated: Steps that the same run has recorded again: the later ones count.
+        history: The last run of its history, when there are several histories.
         faults: What could not be read, in words.
     """
 
@@ -53,6 +56,7 @@ class Series:
     values: int = 0
     non_finite: int = 0
     repeated: int = 0
+    history: str = ""
     faults: list[str] = field(default_factory=list)
 
 
@@ -64,22 +68,27 @@ class Conversion:
         output: The directory for ``tensorboard --logdir``.
         runs: Ids of the runs, first to last.
         series: What became of each kind of data of each rank.
+        histories: Ids of the runs that continue each other; of several histories, each has a directory.
     """
 
     output: Path
     runs: tuple[str, ...]
     series: list[Series]
+    histories: tuple[tuple[str, ...], ...] = ()
 
     def notes(self) -> list[str]:
         """What is worth saying: runs that were joined, what could not be read, values that are not finite."""
         found = [fault for one in self.series for fault in one.faults]
         repeated = max((one.repeated for one in self.series), default=0)
-        if len(self.runs) > 1:
-            again = f"; up to {repeated} steps recorded again, of which the later run's count" if repeated else ""
+        if len(self.histories) > 1:
+            named = ", ".join(" and ".join(runs) for runs in self.histories)
             found.append(
-                f"{len(self.runs)} runs are joined ({', '.join(self.runs)}){again}; --run converts one of them"
+                f"{len(self.histories)} histories have the same steps ({named}): each has its own directory; "
+                "--run converts one run"
             )
-        elif repeated:
+        elif len(self.runs) > 1:
+            found.append(f"{len(self.runs)} runs are joined ({', '.join(self.runs)}); --run converts one of them")
+        if repeated:
             found.append(f"up to {repeated} steps are recorded again: the later ones count")
         non_finite = sum(one.non_finite for one in self.series)
         if non_finite:
@@ -125,7 +134,10 @@ def convert(
     tensorboard.require()
     folder = Path(root).expanduser()
     directories = _chosen(folder, first, last, run)
-    tasks = list(_tasks(directories, kinds))
+    found = histories(directories)
+    tasks = [
+        task for history in found for task in _tasks(history.directories, kinds, history.name if len(found) > 1 else "")
+    ]
     if not tasks:
         raise _nothing_to_convert(folder, directories, kinds)
     beside = directories[0].parent
@@ -143,7 +155,8 @@ def convert(
             f"no file in `{folder}` holds a row ({faults or 'headers only'})", hint="is it the right directory?"
         )
     runs = dict.fromkeys(parsed.run for one in directories if (parsed := parse_directory_name(one.name)))
-    return Conversion(target, tuple(runs), sorted(series, key=lambda one: (one.rank, one.kind)))
+    ordered = sorted(series, key=lambda one: (one.history, one.rank, one.kind))
+    return Conversion(target, tuple(runs), ordered, tuple(tuple(history.runs) for history in found))
 
 
 # What is converted
@@ -176,8 +189,7 @@ def _chosen(folder: Path, first: str | None, last: str | None, run: str | None) 
         if parsed is None or run not in {None, parsed.run}:
             continue
         if (first is None or sortable(first) <= parsed.order) and (last is None or parsed.order <= sortable(last)):
-            started = str((read_run_file(directory) or {}).get("started", ""))
-            chosen.append((started, parsed.order, directory))
+            chosen.append(directory)
     if not chosen:
         wanted = " ".join(
             [
@@ -188,32 +200,33 @@ def _chosen(folder: Path, first: str | None, last: str | None, run: str | None) 
         )
         hint = f"there are {every[0].name} to {every[-1].name}" if len(every) > 1 else f"there is {every[0].name}"
         raise NoRecordingError(f"no run directory {wanted} in `{folder}`", hint=hint)
-    return [directory for *_, directory in sorted(chosen)]
+    return chosen
 
 
 @dataclass(frozen=True)
 class _Task:
-    """A kind of data of a rank: its files, each with the place of its directory in the order of runs."""
+    """A kind of data of a rank: its files, each with the place of its directory in the order of runs, and its first step too many."""
 
     rank: int
     kind: str
-    files: list[tuple[int, Path]]
+    files: list[tuple[int, Path, int | None]]
+    history: str = ""
 
     @property
     def size(self) -> int:
         """Bytes to read."""
-        return sum(path.stat().st_size for _, path in self.files)
+        return sum(path.stat().st_size for _, path, _ in self.files)
 
 
-def _tasks(directories: Iterable[Path], kinds: Sequence[str] | None) -> Iterator[_Task]:
-    files: dict[tuple[int, str], list[tuple[int, Path]]] = {}
-    for order, directory in enumerate(directories):
+def _tasks(directories: Mapping[Path, int | None], kinds: Sequence[str] | None, history: str) -> Iterator[_Task]:
+    files: dict[tuple[int, str], list[tuple[int, Path, int | None]]] = {}
+    for order, (directory, until) in enumerate(directories.items()):
         parsed = parse_directory_name(directory.name)
         for kind, path in kind_files(directory):
             if parsed is not None and (kinds is None or kind in kinds):
-                files.setdefault((parsed.rank, kind), []).append((order, path))
+                files.setdefault((parsed.rank, kind), []).append((order, path, until))
     for (rank, kind), found in files.items():
-        yield _Task(rank, kind, found)
+        yield _Task(rank, kind, found, history)
 
 
 def _nothing_to_convert(folder: Path, directories: list[Path], kinds: Sequence[str] | None) -> NoRecordingError:
@@ -285,12 +298,14 @@ def _convert_in_worker(task: _Task, target: Path) -> Series:
 
 def _convert(task: _Task, target: Path, count: Callable[[int], None]) -> Series:
     """Write the event file of a task; ``count`` hears of bytes that are read, twice each."""
-    series = Series(task.rank, task.kind, files=len(task.files))
+    series = Series(task.rank, task.kind, files=len(task.files), history=task.history)
     steps: dict[int, _Step] = {}
     again = set()
-    for order, path in task.files:  # runs in their order
+    for order, path, until in task.files:  # runs in their order
         file = StepFile(path)
         for step, begin, end in file.blocks():
+            if until is not None and step >= until:
+                continue
             held = steps.get(step)
             if held is None or held.order != order:
                 again.update([step] * (held is not None))
@@ -300,7 +315,7 @@ def _convert(task: _Task, target: Path, count: Callable[[int], None]) -> Series:
         count(file.size)
     series.steps, series.repeated = len(steps), len(again)
     if steps:
-        _write(series, target / f"rank{task.rank}" / task.kind, steps, count)
+        _write(series, target / task.history / f"rank{task.rank}" / task.kind, steps, count)
     return series
 
 

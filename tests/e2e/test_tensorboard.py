@@ -111,7 +111,7 @@ def test_converted_and_live(runner: Runner) -> None:
 
 
 def test_killed_and_resumed(runner: Runner) -> None:
-    """A run that is killed and one that goes on from an earlier step are one series; a line that was cut off is named."""
+    """A run that goes on from an earlier step of one that was killed is one series with it; a line that was cut off is named."""
     source = """
         import os, signal, sys, torch
         from torch import nn
@@ -142,8 +142,13 @@ def test_killed_and_resumed(runner: Runner) -> None:
     done = runner.call([MSMON, "csv2tb", "out", "-o", "tb"])
     assert done.returncode == 0, done.stderr
     assert f"{torn.relative_to(runner.folder)}: its last line is unfinished" in done.stderr.replace("\n", "")
-    assert "2 runs are joined" in done.stderr
-    found = points(runner.folder / "tb/rank0/grad_reduced")
+    assert "2 histories have the same steps" in done.stderr
+    first, second = (directory.name[-8:] for directory in again.directories())
+    kept = points(runner.folder / f"tb/{first}/rank0/grad_reduced")
+    assert {step: value for (tag, step), value in kept.items() if tag == "vp0:bias/max"} == {
+        step: float(step + 1) for step in range(6)
+    }
+    found = points(runner.folder / f"tb/{second}/rank0/grad_reduced")
     assert {step: value for (tag, step), value in found.items() if tag == "vp0:bias/max"} == {
         step: float(step + 1 if step < 3 else 2 * (step + 1)) for step in range(9)
     }

@@ -108,31 +108,76 @@ def test_not_finite(tmp_path: Path) -> None:
     assert any("3 values are NaN or infinite (grad_reduced)" in note for note in done.notes())
 
 
+RESTARTED = "Nov29_10-30-00-rank0-0123abcd"
+AGAIN = "Nov29_12-00-00-rank0-89abcdef"
+LAST = "Nov29_13-00-00-rank0-456789ab"
+
+
 @pytest.mark.parametrize("processes", [1, 3])
 def test_resumed(processes: int, tmp_path: Path) -> None:
-    """Of a step that two runs have, the later one counts whole; in one directory the later line does."""
+    """Runs whose steps follow one another are one curve; of a step that a run has twice, the later rows count."""
     write(tmp_path / FIRST, "grad_reduced_0-3.csv", *(line(step, step) for step in range(4)), line(3, 3, "gone"))
-    write(tmp_path / LATER, "grad_reduced_2-2.csv", line(2, 20))
-    write(tmp_path / LATER, "grad_reduced_3-5.csv", line(3, 30), line(4, 40), line(5, 50), line(4, 41))
+    write(tmp_path / RESTARTED, "grad_reduced_2-2.csv", line(2, 20))
+    write(tmp_path / RESTARTED, "grad_reduced_3-5.csv", line(3, 30), line(4, 40), line(4, 41))
+    write(tmp_path / LATER, "grad_reduced_3-5.csv", line(5, 50))
     write(tmp_path / LATER.replace("rank0", "rank1"), "grad_reduced_0-0.csv", line(0, 7))
     done = convert(tmp_path, processes=processes)
     assert series(done, "vp0:fc/norm") == {0: 0, 1: 1, 2: 20, 3: 30, 4: 41, 5: 50}
     assert series(done, "vp0:fc/norm", "rank1/grad_reduced") == {0: 7}
     assert "vp0:gone/norm" not in accumulated(done.output / "rank0/grad_reduced").Tags()["scalars"]
     assert done.runs == ("0123abcd", "4567abcd")
-    assert any("2 runs are joined (0123abcd, 4567abcd); up to 2 steps" in note for note in done.notes())
-    only = convert(tmp_path, run="0123abcd", output=tmp_path / "only")
-    assert series(only, "vp0:fc/norm") == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert [note.partition(";")[0] for note in done.notes()] == [
+        "2 runs are joined (0123abcd, 4567abcd)",
+        "up to 2 steps are recorded again: the later ones count",
+    ]
+    only = convert(tmp_path, run="4567abcd", output=tmp_path / "only")
+    assert series(only, "vp0:fc/norm") == {5: 50}
     assert not only.notes()
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_runs_with_the_same_steps(processes: int, tmp_path: Path) -> None:
+    """A run that numbers from 0 again, or goes back, replaces nothing: each history has a directory, and that is said."""
+    write(tmp_path / FIRST, "grad_reduced_0-3.csv", *(line(step, step) for step in range(4)))
+    write(tmp_path / LATER, "grad_reduced_0-0.csv", line(0, 70))
+    write(tmp_path / AGAIN, "grad_reduced_4-4.csv", line(4, 4))  # goes on with the first
+    write(tmp_path / LAST, "grad_reduced_2-2.csv", line(2, 80))  # goes on with the second
+    done = convert(tmp_path, processes=processes)
+    assert series(done, "vp0:fc/norm", "89abcdef/rank0/grad_reduced") == {0: 0, 1: 1, 2: 2, 3: 3, 4: 4}
+    assert series(done, "vp0:fc/norm", "456789ab/rank0/grad_reduced") == {0: 70, 2: 80}
+    (note,) = done.notes()
+    assert "2 histories have the same steps (0123abcd and 89abcdef, 4567abcd and 456789ab)" in note
+    assert {one.history for one in done.series} == {"89abcdef", "456789ab"}
+
+
+def test_run_that_went_back_to_a_checkpoint(tmp_path: Path) -> None:
+    """It continues what was before the checkpoint; what it left behind stays whole beside it."""
+    write(tmp_path / FIRST, "grad_reduced_0-5.csv", *(line(step, step) for step in range(6)))
+    write(tmp_path / LATER, "grad_reduced_3-3.csv", line(3, 30), line(4, 40))  # killed in its turn
+    (tmp_path / LATER / "run.json").write_text('{"models": [{"first_step": {"value": 3, "source": "--first-step"}}]}')
+    done = convert(tmp_path)
+    assert series(done, "vp0:fc/norm", "4567abcd/rank0/grad_reduced") == {0: 0, 1: 1, 2: 2, 3: 30, 4: 40}
+    assert series(done, "vp0:fc/norm", "0123abcd/rank0/grad_reduced") == {step: step for step in range(6)}
+    assert done.histories == (("0123abcd",), ("0123abcd", "4567abcd"))
+
+
+def test_files_of_many_steps(tmp_path: Path) -> None:
+    """What a file's name covers is not what a run has recorded: a run that goes on in the same range is joined."""
+    write(tmp_path / FIRST, "grad_reduced_0-99.csv", line(0, 1), line(1, 1))
+    write(tmp_path / LATER, "grad_reduced_0-99.csv", line(2, 2))
+    (tmp_path / LATER / "steps.csv").write_text("model,step\n,2\n,3\n")
+    assert series(convert(tmp_path), "vp0:fc/norm") == {0: 1, 1: 1, 2: 2}
 
 
 def test_over_new_year(tmp_path: Path) -> None:
     """Names of directories have no year: run.json says which run was started last."""
     write(tmp_path / "Dec31_23-00-00-rank0-0123abcd", "grad_reduced_0-1.csv", line(0, 1), line(1, 1))
-    write(tmp_path / "Jan01_01-00-00-rank0-4567abcd", "grad_reduced_1-1.csv", line(1, 2))
+    write(tmp_path / "Jan01_01-00-00-rank0-4567abcd", "grad_reduced_2-2.csv", line(2, 2))
     (tmp_path / "Dec31_23-00-00-rank0-0123abcd/run.json").write_text('{"started": "2026-12-31T23:00:00+00:00"}')
     (tmp_path / "Jan01_01-00-00-rank0-4567abcd/run.json").write_text('{"started": "2027-01-01T01:00:00+00:00"}')
-    assert series(convert(tmp_path), "vp0:fc/norm") == {0: 1, 1: 2}
+    done = convert(tmp_path)
+    assert done.runs == ("0123abcd", "4567abcd")
+    assert series(done, "vp0:fc/norm") == {0: 1, 1: 1, 2: 2}
 
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:
@@ -177,15 +222,15 @@ def test_chosen(tmp_path: Path) -> None:
     """Both timestamps are included; one run directory alone can be named; types are chosen."""
     write(tmp_path / FIRST, "grad_reduced_0-0.csv", line(0, 1))
     write(tmp_path / FIRST, "actv_0-0.csv", line(0, 1))
-    write(tmp_path / LATER, "grad_reduced_0-0.csv", line(0, 2))
+    write(tmp_path / LATER, "grad_reduced_1-1.csv", line(1, 2))
     for first, last, expected in (
-        ("Nov29_10-00-00", "Nov29_10-00-00", 1),
-        ("Nov29_10-00-01", None, 2),
-        (None, "Nov29_11-00-00", 2),
+        ("Nov29_10-00-00", "Nov29_10-00-00", {0: 1}),
+        ("Nov29_10-00-01", None, {1: 2}),
+        (None, "Nov29_11-00-00", {0: 1, 1: 2}),
     ):
         done = convert(tmp_path, first=first, last=last, kinds=["grad_reduced"], output=tmp_path / "again")
         assert [one.kind for one in done.series] == ["grad_reduced"]
-        assert series(done, "vp0:fc/norm") == {0: expected}
+        assert series(done, "vp0:fc/norm") == expected
         assert len(list((tmp_path / "again/rank0/grad_reduced").iterdir())) == 1  # that of the call before is replaced
     done = convert(tmp_path / FIRST)
     assert done.output.parent == tmp_path

@@ -42,7 +42,7 @@ def csv2tb(  # noqa: PLR0917 - Typer calls it by name
 ) -> None:
     """Convert the CSV files of runs into event files for TensorBoard.
 
-    Runs that were resumed are joined: of a step that two of them have, the later one counts. Values that are NaN or
+    Runs whose steps follow one another are joined; runs that have the same steps get a directory each. Values that are NaN or
     infinite are counted under the tags `nonfinite/…`. Needs the extra tensorboard.
 
     For example:
