@@ -23,7 +23,25 @@ def explain(config: MonitorConfig) -> list[str]:
     if config.alert.rules:
         kept = "written to anomaly.json" if config.alert.dump else "said, not written"
         lines.append(f"alerts: {', '.join(rule.rule_name for rule in config.alert.rules)}; anomalies are {kept}")
-    return lines
+    return [*lines, *without_effect(config)]
+
+
+def without_effect(config: MonitorConfig) -> list[str]:
+    """Keys that change nothing, since another one says so; a line each."""
+    communication = config.cc_distribution
+    wanted = any(hooks is not None for _, hooks in config.l2_targets)
+    cases = {
+        "monitor_mbs_grad needs wg_distribution": config.monitor_mbs_grad and not config.wg_distribution,
+        "forward_only needs xy_distribution": config.forward_only and not config.xy_distribution,
+        "backward_only needs xy_distribution": config.backward_only and not config.xy_distribution,
+        "all_xy needs xy_distribution": config.all_xy and not config.xy_distribution,
+        "recording_l2_features needs l2_targets": config.recording_l2_features and not wanted,
+        "l2_targets needs recording_l2_features": wanted and not config.recording_l2_features,
+        "cc_distribution needs enable": not communication.enable
+        and (communication.cc_pre_hook or communication.cc_log_only or bool(communication.cc_codeline)),
+    }
+    found = [f"{text}: as it is, it has no effect" for text, holds in cases.items() if holds]
+    return [*found, *(["collect_times is 0: nothing is recorded"] if config.collect_times == 0 else [])]
 
 
 def as_documents(error: ConfigError) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -23,8 +24,10 @@ Op = Literal["min", "max", "norm", "mean", "zeros", "nans", "shape", "dtype", "i
 STATISTIC_OPS: tuple[Op, ...] = ("min", "max", "norm", "mean", "zeros", "nans")
 """The ops that are computed from a tensor's elements; ``shape``, ``dtype`` and ``id`` describe the row."""
 
-TIMESTAMP = re.compile(r"(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[0-3]\d_[0-2]\d-[0-5]\d-[0-5]\d")
-_TENSOR = re.compile(r"tensor|(tuple|list)\[\d+\](:\d+)?")
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+_TIMESTAMP = re.compile(rf"({'|'.join(_MONTHS)})(\d\d)_(\d\d)-(\d\d)-(\d\d)", re.ASCII)
+_LEAP_YEAR = 2000
+_TENSOR = re.compile(r"tensor|(tuple|list)\[(?P<size>\d{1,9})\](:(?P<place>\d{1,9}))?", re.ASCII)
 
 
 def _integral(value: object) -> object:
@@ -42,9 +45,26 @@ def _number(value: object) -> object:
 
 
 def _tensor_place(value: object) -> object:
-    if isinstance(value, str) and _TENSOR.fullmatch(value.replace(" ", "")):
-        return value.replace(" ", "")
-    raise ValueError('must be "tensor" or "tuple[N]:i", such as "tuple[2]:0"')
+    match = _TENSOR.fullmatch(value.replace(" ", "")) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError('must be "tensor" or "tuple[N]:i", such as "tuple[2]:0"')
+    size = int(match["size"] or 1)
+    if int(match["place"] or 0) >= size:
+        which = f"its {size} tensors are 0 to {size - 1}" if size else "it has no tensor"
+        raise ValueError(f"names a tensor that is not there: {which}")
+    return match[0]
+
+
+def _moment(stamp: str) -> datetime | None:
+    """A timestamp in a leap year; ``None`` when there is no such time in any year."""
+    match = _TIMESTAMP.fullmatch(stamp)
+    if match is None:
+        return None
+    day, hour, minute, second = map(int, match.groups()[1:])
+    try:
+        return datetime(_LEAP_YEAR, _MONTHS.index(match[1]) + 1, day, hour, minute, second)  # noqa: DTZ001 - of a calendar, not of a place
+    except ValueError:  # the 30th of February, or 25 o'clock
+        return None
 
 
 def _pattern(value: object) -> object:
@@ -127,6 +147,9 @@ class Rule(_Frozen):
         for name in entry.required:
             if getattr(self.args, name) is None:
                 raise ValueError(f'{self.rule_name} needs "args": {{"{name}": …}}, such as 0.5')
+        low, high = self.arguments.get("low"), self.arguments.get("high")
+        if low is not None and high is not None and low >= high:
+            raise ValueError(f"`low` ({low:g}) must be below `high` ({high:g}), else everything is an anomaly")
         return self
 
     @property
@@ -228,7 +251,9 @@ class MonitorConfig(_Frozen):
         le=20,
         description="Decimals in CSV. A value that would print as 0 keeps that many significant digits in exponent form.",
     )
-    start_step: WholeNumber = Field(0, ge=0, description="First training step that is collected.")
+    start_step: WholeNumber = Field(
+        0, ge=0, description="First training step that is collected, by the numbers of the training."
+    )
     step_interval: WholeNumber = Field(1, ge=1, description="Every how many steps one is collected.")
     collect_times: WholeNumber = Field(100_000_000, ge=0, description="How many steps are collected, then no more.")
     module_ranks: tuple[Annotated[WholeNumber, Field(ge=0)], ...] = Field(
@@ -251,7 +276,8 @@ class MonitorConfig(_Frozen):
     )
     append_output: tuple[str, ...] = Field(
         (),
-        description="Two timestamps such as `Dec03_21-34-40`: go on in this rank's directory between them (inclusive).",
+        description="Two timestamps such as `Dec03_21-34-40`: go on in this rank's latest directory between them (inclusive), "
+        "unless another process writes to it. Where there is none, a new one is made.",
     )
     squash_name: StrictBool = Field(
         default=False,
@@ -271,8 +297,13 @@ class MonitorConfig(_Frozen):
     @field_validator("append_output")
     @classmethod
     def _two_timestamps(cls, stamps: tuple[str, ...]) -> tuple[str, ...]:
-        if len(stamps) not in {0, 2} or not all(TIMESTAMP.fullmatch(stamp) for stamp in stamps):
+        moments = [moment for stamp in stamps if (moment := _moment(stamp)) is not None]
+        if len(stamps) not in {0, 2} or len(moments) != len(stamps):
             raise ValueError('must be [] or two timestamps, such as ["Dec03_21-34-40", "Dec03_21-34-41"]')
+        if moments != sorted(moments):
+            raise ValueError(
+                "begins after it ends: exchange the two timestamps; to go on with a run over New Year, write its own twice"
+            )
         return stamps
 
     @property

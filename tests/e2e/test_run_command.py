@@ -54,7 +54,7 @@ DEFAULT_ALERTS = {"rules": default_rules(), "dump": True}
         ("--weights --ops shape,max", {"param_distribution": True, "ops": ["shape", "max"]}),
         ("--weights -t a.* -t b", {"param_distribution": True, "targets": {"a.*": {}, "b": {}}}),
         ("--weights --start 3 --times 2", {"param_distribution": True, "start_step": 3, "collect_times": 2}),
-        ("--weights --start 0 --times 0 --ndigits 0", {"param_distribution": True, "start_step": 0, "collect_times": 0, "ndigits": 0}),
+        ("--weights --start 0 --ndigits 0", {"param_distribution": True, "start_step": 0, "ndigits": 0}),
         ("--weights --ranks 0,3 --format csv", {"param_distribution": True, "module_ranks": [0, 3], "format": "csv"}),
     ],
 )  # fmt: skip
@@ -173,6 +173,11 @@ def test_a_configuration_that_records_nothing_is_said(runner: Runner) -> None:
     assert (done.returncode, done.stdout) == (7, "ran\n")
     assert done.stderr.startswith("warning: no kind of data is switched on")
     assert done.stderr.count("\n") == 1
+    done = run(runner, "--weights", "--forward-only", "--times", "0", "--", "true")
+    assert done.stderr.splitlines() == [
+        "warning: forward_only needs xy_distribution: as it is, it has no effect",
+        "warning: collect_times is 0: nothing is recorded",
+    ]
 
 
 def test_a_place_that_cannot_be_written_is_said(runner: Runner) -> None:

@@ -279,6 +279,7 @@ def test_other_ranks_only(runner: Runner) -> None:
     """P8: module_ranks [1] in a single process: no directory, no hook after the first backward pass, exit code 0."""
     done = run_many(runner, module_ranks=[1])
     assert not done.directories()
+    assert "this run has no rank 1; its ranks are below 1" in done.stderr
     assert json.loads(done.stdout)[1:] == [0] * 7
 
 

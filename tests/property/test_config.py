@@ -31,7 +31,7 @@ documents = st.fixed_dictionaries(
         "collect_times": st.integers(min_value=0),
         "module_ranks": st.lists(st.integers(min_value=0)),
         "step_count_per_record": st.integers(1, 1_000_000),
-        "append_output": st.just([]) | st.tuples(STAMPS, STAMPS).map(list),
+        "append_output": st.just([]) | st.tuples(STAMPS, STAMPS).map(lambda stamps: sorted(stamps, reverse=True)),
     },
 )
 

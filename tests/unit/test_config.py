@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pydantic import ValidationError
 
-from msmon.config.explain import as_documents, explain
+from msmon.config.explain import as_documents, explain, without_effect
 from msmon.config.load import load_config, parse_config, read_document
 from msmon.config.schema import MonitorConfig, json_schema
 from msmon.errors import MISSING, ConfigError, ExitCode, Problem
@@ -159,6 +159,16 @@ def test_frozen() -> None:
         ({"append_output": ["Dec03_21-34-40"]}, "append_output", "two timestamps", "docs/configuration.md"),
         ({"append_output": ["Dec03_21-34-40", "2024-12-03"]}, "append_output", "two timestamps", "docs/configuration.md"),  # P89
         ({"append_output": ["Dec03_21-34-40", "Xyz03_21-34-41"]}, "append_output", "two timestamps", "docs/configuration.md"),
+        ({"append_output": ["Dec03_21-34-40", "Dec03_21-34-39"]}, "append_output", "begins after it ends", "docs/configuration.md"),
+        ({"append_output": ["Dec31_23-00-00", "Jan01_01-00-00"]}, "append_output", "over New Year", "docs/configuration.md"),
+        ({"append_output": ["Feb30_00-00-00", "Mar01_00-00-00"]}, "append_output", "two timestamps", "docs/configuration.md"),
+        ({"append_output": ["Feb03_00-00-00", "Mar01_24-00-00"]}, "append_output", "two timestamps", "docs/configuration.md"),
+        ({"append_output": ["Feb00_00-00-00", "Mar01_00-00-00"]}, "append_output", "two timestamps", "docs/configuration.md"),
+        ({"append_output": ["Feb²3_00-00-00", "Mar01_00-00-00"]}, "append_output", "two timestamps", "docs/configuration.md"),
+        ({"targets": {"fc": {"input": "tuple[2]:5"}}}, "targets.fc.input", "its 2 tensors are 0 to 1", "docs/configuration.md"),
+        ({"targets": {"fc": {"output": "list[1]:1"}}}, "targets.fc.output", "its 1 tensors are 0 to 0", "docs/configuration.md"),
+        ({"targets": {"fc": {"output": "tuple[0]"}}}, "targets.fc.output", "it has no tensor", "docs/configuration.md"),
+        ({"alert": {"rules": [{"rule_name": "AnomalyGradient", "args": {"low": 5, "high": 4}}]}}, "alert.rules[0]", "must be below", "alert"),
         ({"append_output": ["Dec03_21-34-40", 1]}, "append_output[1]", "must be text", "docs/configuration.md"),
         ({"start_step": -1}, "start_step", "should be greater than or equal to 0", "the default is 0"),  # P81
         ({"start_step": "x"}, "start_step", "must be a whole number", "the default is 0"),
@@ -446,3 +456,29 @@ def test_problems_as_json() -> None:
     documents = json.loads(json.dumps(as_documents(caught.value)))
     assert {document["path"]: document.get("value") for document in documents} == {"foo": None, "eps": "'x'"}
     assert all({"message", "hint", "slug"} <= document.keys() for document in documents)
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ({"wg_distribution": True, "monitor_mbs_grad": True}, []),
+        ({"monitor_mbs_grad": True}, ["monitor_mbs_grad needs wg_distribution"]),
+        (
+            {"forward_only": True, "all_xy": True},
+            ["forward_only needs xy_distribution", "all_xy needs xy_distribution"],
+        ),
+        ({"backward_only": True}, ["backward_only needs xy_distribution"]),
+        ({"recording_l2_features": True}, ["recording_l2_features needs l2_targets"]),
+        ({"recording_l2_features": True, "l2_targets": {"linear_hook": []}}, []),
+        ({"l2_targets": {"linear_hook": ["a"]}}, ["l2_targets needs recording_l2_features"]),
+        ({"cc_distribution": {"cc_pre_hook": True}}, ["cc_distribution needs enable"]),
+        ({"cc_distribution": {"enable": True, "cc_codeline": ["a"]}}, []),
+        ({"collect_times": 0}, ["collect_times is 0"]),
+    ],
+)
+def test_keys_without_effect(document: dict[str, Any], said: list[str]) -> None:
+    """A key that another one makes useless is named."""
+    config = parse_config(document)
+    found = without_effect(config)
+    assert [line.partition(":")[0] for line in found] == said
+    assert explain(config)[-len(found) :] == found or not found

@@ -259,6 +259,7 @@ def run(  # noqa: PLR0917 - Typer calls it by name
     """
     from msmon import env
     from msmon.bootstrap import launch
+    from msmon.config.explain import without_effect
     from msmon.config.load import parse_config, read_document
 
     executable = launch.find_command(command[0])
@@ -312,6 +313,7 @@ def run(  # noqa: PLR0917 - Typer calls it by name
         notes.append("forward_only and backward_only are both on: no activations will be recorded")
     if not checked.kinds:
         notes.append("no kind of data is switched on, so nothing will be recorded; add --gradients, for instance")
+    notes += without_effect(checked) if checked.kinds else []
     notes += _alert_notes(checked, extra)
     for note in [*notes, *launch.warnings_about(command)]:
         console.show_warning(note)

@@ -43,6 +43,7 @@ from msmon.backends.pytorch.watch import Watch
 from msmon.backends.pytorch.watched import Naming
 from msmon.bootstrap import discovery
 from msmon.bootstrap.process import leave_at_once
+from msmon.config.explain import without_effect
 from msmon.plan.selection import Selection
 from msmon.runtime.guard import Guard
 from msmon.runtime.interruption import from_signal_handler
@@ -620,6 +621,11 @@ class Session:
         self.place = current_place()
         log.set_rank(*self.place)
         chosen = self.config.module_ranks
+        absent = [str(rank) for rank in chosen if rank >= self.place.world_size]
+        if absent and self.place.rank == 0:
+            log.say(
+                f"module_ranks: this run has no rank {', '.join(absent)}; its ranks are below {self.place.world_size}"
+            )
         if self._dynamic is not None:
             self._dynamic.start(self.place)
         elif chosen and self.place.rank not in chosen and not self.config.print_struct:  # which stops every rank
@@ -726,6 +732,8 @@ class Session:
         """What in the configuration selects nothing."""
         if config.forward_only and config.backward_only and not self._injected:  # `msmon run` has said it
             log.say("forward_only and backward_only are both on: no activations are recorded", once="forward_only")
+        for note in () if self._injected else without_effect(config):
+            log.say(note, once=note)
         names = [name for watch in self.watches for name in watch.inventory.all_names]
         modules = [
             name for watch in self.watches if watch.modules or self._dynamic is not None for name in watch.module_names
