@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from msmon.offline.reader import kind_files, read_steps
+from msmon.offline.reader import kind_files, read_steps, run_directories
 from msmon.offline.step_file import StepFile
 from msmon.runtime.run_directory import parse_directory_name, read_run_file
 
@@ -82,6 +82,12 @@ def histories(directories: Iterable[Path]) -> list[History]:
             found.append(history)
         history.add(run, ranks, {rank: max(steps[rank]) for rank in first})
     return found
+
+
+def other_runs(root: Path, run: str) -> list[str]:
+    """The ids of the runs below an output root beside one, in the order in which they were started."""
+    found = (parsed.run for path in run_directories(root) if (parsed := parse_directory_name(path.name)))
+    return [other for other in dict.fromkeys(found) if other != run]
 
 
 def _first_step(directory: Path) -> int:

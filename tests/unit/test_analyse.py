@@ -263,3 +263,35 @@ def test_wrong_options(tmp_path: Path, arguments: list[str], said: str) -> None:
     done = run(str(tmp_path), *arguments)
     assert done.exit_code != 0
     assert said in done.output + str(done.exception)
+
+
+def test_runs_that_are_left_out_are_named(tmp_path: Path) -> None:
+    """The latest run is the one that was started last, also over New Year; which others there are is said."""
+    for stamp, name, started in (
+        ("Dec31_23-00-00", "aaaaaaaa", "2025-12-31T23:00:00+00:00"),
+        ("Jan01_01-00-00", "bbbbbbbb", "2026-01-01T01:00:00+00:00"),
+    ):
+        record(tmp_path, stamp, name, 1, dumped=False)
+        (tmp_path / f"{stamp}-rank0-{name}" / "run.json").write_text(json.dumps({"started": started}))
+    shown = run(str(tmp_path))
+    assert "ranked is the latest run, bbbbbbbb; --all-runs ranks these too: aaaaaaaa" in shown.output
+    assert "ranked is the latest run" not in run(str(tmp_path), "--all-runs").output
+
+
+def test_merge_names_the_runs_that_it_leaves_out(tmp_path: Path) -> None:
+    """Merged is the run that was started last."""
+    from msmon_cli.app import app
+
+    parameter = {"name": "w", "shape": [2], "whole_shape": [2], "flat_offset": 0}
+    for stamp, name, started in (
+        ("Dec31_23-00-00", "aaaaaaaa", "2025-12-31T23:00:00+00:00"),
+        ("Jan01_01-00-00", "bbbbbbbb", "2026-01-01T01:00:00+00:00"),
+    ):
+        directory = tmp_path / f"{stamp}-rank0-{name}"
+        directory.mkdir()
+        (directory / "grad_reduced_0-0.csv").write_text("vpp_stage,name,step,norm\n0,w,0,1.0\n")
+        report = {"started": started, "models": [{"parameters": [parameter]}]}
+        (directory / "run.json").write_text(json.dumps(report))
+    shown = CliRunner().invoke(app, ["merge", str(tmp_path)], env={"COLUMNS": "120", "NO_COLOR": "1"})
+    assert shown.exit_code == 0, shown.output
+    assert "merged is the latest run, bbbbbbbb; --run merges another: aaaaaaaa" in shown.output

@@ -57,6 +57,7 @@ def analyse(  # noqa: PLR0917 - Typer calls it by name
     from msmon.config.load import load_config
     from msmon.offline.analyse import analyse as rank_anomalies
     from msmon.offline.analyse import result_path, write_result
+    from msmon.offline.histories import other_runs
 
     wanted = _steps(steps)
     rules = load_config(config).alert.rules if config is not None else ()
@@ -76,14 +77,15 @@ def analyse(  # noqa: PLR0917 - Typer calls it by name
     if as_json:
         console.show_json(_document(analysis, path))
     else:
-        _show(analysis, path, replaced=replaced)
+        others = other_runs(directory, analysis.run) if analysis.run and not all_runs else []
+        _show(analysis, path, others, replaced=replaced)
     if exit_code and analysis.total:
         raise typer.Exit(ExitCode.ANOMALIES)
     if exit_code and analysis.unreadable and analysis.source == "anomaly.json":
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _show(analysis: Analysis, path: Path, *, replaced: bool) -> None:
+def _show(analysis: Analysis, path: Path, others: list[str], *, replaced: bool) -> None:
     for unreadable in analysis.unreadable:
         console.show_warning(f"{unreadable} is no whole anomaly.json: what could not be read is left out")
     if not analysis.total:
@@ -93,6 +95,8 @@ def _show(analysis: Analysis, path: Path, *, replaced: bool) -> None:
         found = f"{total:,} {'anomalies' if total > 1 else 'anomaly'} on {ranks} rank{'s' if ranks > 1 else ''}"
         console.show_line(f"{found}; the first {shown}:" if shown < total else f"{found}:")
         console.show_anomalies(analysis)
+    if others:
+        console.show_note(f"ranked is the latest run, {analysis.run}; --all-runs ranks these too: {', '.join(others)}")
     if analysis.left_out:
         console.show_note(f"{analysis.left_out:,} anomalies of other runs are left out (--all-runs ranks them too)")
     if analysis.source == "csv":

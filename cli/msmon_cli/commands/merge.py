@@ -31,9 +31,15 @@ def merge(
 
       msmon merge monitor_output --run 2db450a0 --output whole
     """
+    from msmon.offline.histories import other_runs
     from msmon.offline.merge import merge as merge_ranks
+    from msmon.runtime.run_directory import parse_directory_name
 
     merged = merge_ranks(directory, output, run=run)
+    parsed = parse_directory_name(merged.directory.name)
+    others = other_runs(directory, parsed.run) if parsed is not None and not run else []
+    if parsed is not None and others:
+        console.show_note(f"merged is the latest run, {parsed.run}; --run merges another: {', '.join(others)}")
     for kind, reason in sorted(merged.left_out.items()):
         console.show_note(f"{kind}: left out, {reason}")
     if as_json:
