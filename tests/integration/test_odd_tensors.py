@@ -9,6 +9,12 @@ import torch
 from integration.truth import batch, net
 from torch import nn
 
+from msmon.backends.pytorch.kernels.choose import choose_kernel
+from msmon.backends.pytorch.recorder import StepRecorder
+from msmon.backends.pytorch.taps.reduction import Reduction
+from msmon.backends.pytorch.watched import WatchedParameter
+from msmon.stats.definitions import Statistic
+
 if TYPE_CHECKING:
     from integration.conftest import Room
 
@@ -273,3 +279,103 @@ def test_codes_in_the_state(room: Room, capfd: pytest.CaptureFixture[str]) -> No
     assert room.rows("state1") == []
     assert len(room.rows("absmax1")) == 8
     assert "0.weight has no state1: 8-bit codes, whose numbers only the optimizer knows" in capfd.readouterr().err
+
+
+class Quarters(nn.Parameter):
+    """As bitsandbytes keeps a weight for sharding: codes in the bits of a floating-point dtype."""
+
+    quant_state: Any = None
+
+
+class Coded(nn.Module):
+    """Frozen weights that are codes, in every way in which libraries for quantisation keep them; numbers beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = nn.Parameter(torch.arange(32, dtype=torch.uint8), requires_grad=False)
+        self.words = nn.Parameter(torch.arange(8, dtype=torch.int32), requires_grad=False)
+        self.bits = Quarters(torch.arange(32, dtype=torch.uint8).view(torch.bfloat16), requires_grad=False)
+        self.bits.quant_state = {"absmax": torch.ones(1)}
+        self.not_yet = Quarters(torch.ones(3), requires_grad=False)
+        self.indices = nn.Parameter(torch.arange(4), requires_grad=False)
+        self.head = nn.Linear(4, 3)
+
+
+def test_weights_that_are_codes(room: Room, capfd: pytest.CaptureFixture[str]) -> None:
+    """The norm of codes is none of a weight: they are left out and named; classes of parameters with numbers have rows."""
+    model = Coded()
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    room.monitor(param_distribution=True).set_monitor(model, 1, optimizer)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model.head(torch.ones(2, 4)).pow(2).mean().backward()
+        optimizer.step()
+    rows = room.rows("param_origin")
+    assert [row.name for row in rows] == 2 * ["not_yet", "indices", "head.weight", "head.bias"]
+    assert rows[0]["norm"] == pytest.approx(3**0.5)
+    said = capfd.readouterr().err
+    for name, dtype in (("bytes", "uint8"), ("words", "int32"), ("bits", "bfloat16")):
+        assert said.count(f"{name} has no param_origin: a ") == 1
+        assert f"packs its numbers into torch.{dtype}" in said
+
+
+class Linear(nn.Module):
+    """Multiplies by a weight of any class, and has a part whose forward does as it likes."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_features_of_odd_weights(room: Room, capfd: pytest.CaptureFixture[str]) -> None:
+    """A matrix that cannot be read costs the high-order features of the others nothing; one that tells its values has them."""
+    values = torch.diag(torch.tensor([3.0, 1.0, 1.0, 1.0]))
+    model = nn.Sequential(Linear(Opaque(values)), Linear(Dequantized.of(values)), nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    targets = {"linear_hook": [], "moe_router_weight_hook": ["0", "1", "2"]}
+    room.monitor(recording_l2_features=True, l2_targets=targets).set_monitor(model, 1, optimizer)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).pow(2).mean().backward()
+        optimizer.step()
+    rows = room.rows("linear_hook")
+    assert [(row.name, row.step) for row in rows] == [(f"{n}.linear", step) for step in range(2) for n in (1, 2)]
+    assert rows[0]["kernel_norm"] == pytest.approx(3, rel=0.02)
+    assert {row.name for row in room.rows("moe_router_weight_hook")} == {"1.moe_router", "2.moe_router"}
+    said = capfd.readouterr().err
+    assert said.count("0.linear has no linear_hook: only Opaque itself knows") == 1
+    assert "switched off" not in said
+
+
+class Counting:
+    """A kernel that notes how many tensors it is given at a time."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self._kernel = choose_kernel()
+
+    def reduce(self, tensors: Any, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        self.sizes.append(len(tensors))
+        return self._kernel.reduce(tensors, *arguments, **keywords)
+
+
+def test_one_odd_tensor_is_tried_alone(room: Room) -> None:
+    """Once a tensor could not be read the others are reduced together again; it is among them when it can be read again."""
+    del room  # what has been said before is forgotten
+    kernel = Counting()
+    reduction = Reduction(kernel, [Statistic.NORM], 1e-8)
+    named = [
+        (WatchedParameter(tensor, f"p{n}", 0), tensor) for n, tensor in enumerate([torch.ones(4) for _ in range(5)])
+    ]
+    storage = named[2][1].untyped_storage()
+    rows = []
+    for size in (16, 0, 0, 16, 16):
+        storage.resize_(size)
+        recorder = StepRecorder()
+        reduction.add(recorder, "kind", named)
+        rows.append(len(recorder))
+    assert rows == [5, 4, 4, 5, 5]
+    assert kernel.sizes == [5, *[5, 1, 1, 1, 1, 1], *[4, 1], *[4, 1], 5]

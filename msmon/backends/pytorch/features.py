@@ -18,6 +18,7 @@ import torch
 
 from msmon.backends.base import UnsupportedTensorError
 from msmon.backends.pytorch.devices import accumulation_dtype
+from msmon.backends.pytorch.kernels.layouts import whole_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,12 +97,13 @@ def attention(
     Raises:
         UnsupportedTensorError: The shapes do not make an attention.
     """
+    query, key = whole_values(query), whole_values(key)
     _check_attention(query, key)
     places = (1, 2, 0, 3) if order == "s,b,h,d" else (0, 2, 1, 3)
-    q_BHSD, k_BGTD = query.detach().permute(places), key.detach().permute(places)
+    q_BHSD, k_BGTD = query.permute(places), key.permute(places)
     if q_BHSD.shape[0] != k_BGTD.shape[0] or q_BHSD.shape[1] % max(k_BGTD.shape[1], 1):
         raise UnsupportedTensorError(f"query {list(query.shape)} and key {list(key.shape)} do not belong together")
-    masks = [_expanded(mask.detach(), q_BHSD, k_BGTD) for mask in visibility.masks]
+    masks = [_expanded(whole_values(mask), q_BHSD, k_BGTD) for mask in visibility.masks]
     group = q_BHSD.shape[1] // max(k_BGTD.shape[1], 1)
     if heads is not None:  # whole groups: a key's head serves all of its own
         kept = min(k_BGTD.shape[1], -(-heads // max(group, 1)))

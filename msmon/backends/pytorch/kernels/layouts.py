@@ -68,7 +68,40 @@ def dense_values(tensor: Tensor) -> tuple[Tensor, int]:
         raise UnsupportedTensorError(reason) from error
 
 
+def whole_values(tensor: Tensor) -> Tensor:
+    """The elements of a tensor in its own shape, strided. Runs under ``torch.no_grad``.
+
+    Raises:
+        UnsupportedTensorError: See :func:`dense_values`, or it has no one shape (nested).
+    """
+    tensor = _with_elements(tensor)
+    if tensor.is_nested:
+        raise UnsupportedTensorError("a nested tensor has no one shape")
+    if tensor.is_quantized:
+        return tensor.dequantize()
+    if tensor.layout is not torch.strided:
+        if tensor.layout is torch.sparse_coo or tensor.layout in _SPARSE_COMPRESSED:
+            _stored_values(tensor)
+        return tensor.to_dense()
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) if _is_zero(tensor) else tensor
+
+
 def _dense_values(tensor: Tensor) -> tuple[Tensor, int]:
+    tensor = _with_elements(tensor)
+    if tensor.is_nested:
+        parts = [_dense_values(part)[0].reshape(-1) for part in tensor.unbind()]
+        return torch.cat(parts) if parts else _nothing_like(tensor), 0
+    if _is_zero(tensor):
+        return _nothing_like(tensor), tensor.numel()
+    if tensor.is_quantized:
+        return tensor.dequantize(), 0
+    if tensor.is_mkldnn:
+        return tensor.to_dense(), 0
+    return (tensor, 0) if tensor.layout is torch.strided else _stored_values(tensor)
+
+
+def _with_elements(tensor: Tensor) -> Tensor:
+    """A tensor of torch's own class, detached, all of which can be read by operations."""
     tensor = of_torchs_own_class(tensor)
     if tensor.is_meta:
         raise UnsupportedTensorError("a meta or fake tensor has no elements")
@@ -76,25 +109,18 @@ def _dense_values(tensor: Tensor) -> tuple[Tensor, int]:
         raise UnsupportedTensorError(
             "a transform or a trace is under way, and its tensors have no elements of their own"
         )
-    if tensor._is_zerotensor():  # noqa: SLF001 - as above
-        return torch.empty(0, dtype=tensor.dtype, device=tensor.device), tensor.numel()
-    if lacks_memory(tensor):
+    if not _is_zero(tensor) and lacks_memory(tensor):
         raise UnsupportedTensorError("its memory has been given back")
-    tensor = tensor.detach()
-    if tensor.is_quantized:
-        return tensor.dequantize(), 0
-    if tensor.is_mkldnn:
-        return tensor.to_dense(), 0
-    if tensor.is_nested:
-        parts = [_dense_values(part)[0].reshape(-1) for part in tensor.unbind()]
-        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return torch.cat(parts) if parts else empty, 0
-    if tensor.layout is torch.strided:
-        return tensor, 0
-    values, hidden_zeros = _stored_values(tensor)
-    if lacks_memory(values):
-        raise UnsupportedTensorError("its memory has been given back")
-    return values, hidden_zeros
+    return tensor.detach()
+
+
+def _is_zero(tensor: Tensor) -> bool:
+    """Whether a tensor is zeros without memory, as torch makes them of gradients that vanish."""
+    return tensor._is_zerotensor()  # noqa: SLF001 - torch has no public name for it
+
+
+def _nothing_like(tensor: Tensor) -> Tensor:
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
 def _stored_values(tensor: Tensor) -> tuple[Tensor, int]:
@@ -105,6 +131,8 @@ def _stored_values(tensor: Tensor) -> tuple[Tensor, int]:
         values = tensor.values()
     else:
         raise UnsupportedTensorError(f"unknown layout {tensor.layout}")
+    if lacks_memory(values):
+        raise UnsupportedTensorError("its memory has been given back")
     return values, size - values.numel()
 
 

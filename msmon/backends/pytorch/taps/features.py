@@ -10,9 +10,11 @@ from msmon import log
 from msmon.backends.base import UnsupportedTensorError
 from msmon.backends.pytorch import features
 from msmon.backends.pytorch.attention import attention_inputs
+from msmon.backends.pytorch.kernels.layouts import whole_values
 from msmon.backends.pytorch.module_calls import Observer
 from msmon.plan.selection import ModuleSelection
 from msmon.record.table import Row
+from msmon.runtime.interruption import from_signal_handler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -117,8 +119,11 @@ class FeatureTap(Observer):
         try:
             with torch.no_grad():
                 numbers = compute()
-        except UnsupportedTensorError as error:
-            log.say(f"{name} has no {kind}: {error}", once=f"unsupported:{kind}:{name}")
+        except Exception as error:  # of this tensor: the others have their rows
+            if from_signal_handler(error):
+                raise
+            reason = str(error) if isinstance(error, UnsupportedTensorError) else f"{type(error).__name__}: {error}"
+            log.say(f"{name} has no {kind}: {' '.join(reason.split())[:300]}", once=f"unsupported:{kind}:{name}")
         else:
             row = Row(kind, name, call.module.stage, call.micro_step if by_call else None, (), "", columns)
             self._pending.append((row, numbers))
@@ -158,11 +163,11 @@ def _needed_matrix(module: Module) -> Tensor:
     matrix = _matrix(module)
     if matrix is None:
         raise UnsupportedTensorError("it has no matrix `weight` or `wg` that is whole on this rank")
-    return matrix
+    return whole_values(matrix)
 
 
 def _logits(tensors: Sequence[Tensor]) -> Tensor:
     found = next((tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim()), None)
     if found is None:
         raise UnsupportedTensorError("it returns no logits")
-    return found
+    return whole_values(found)

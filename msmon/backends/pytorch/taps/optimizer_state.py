@@ -61,7 +61,7 @@ class OptimizerStateTap:
             owner = _owner(optimizers[0], watched, found, parameters)
             for key, tensor in found.items():
                 kind = _UNSAFE.sub("_", _POSITION.sub("", key))[:_LONGEST]
-                if tensor.dtype is torch.uint8 and watched.parameter.is_floating_point():
+                if tensor.dtype in {torch.uint8, torch.int8} and watched.parameter.is_floating_point():
                     reason = "8-bit codes, whose numbers only the optimizer knows"
                     self._reduction.leave_out(owner.name, kind, UnsupportedTensorError(reason))
                     continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from msmon import log
 from msmon.backends.base import UnsupportedTensorError
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_Named: TypeAlias = "tuple[WatchedParameter, Tensor]"
+
 
 class Reduction:
     """A kernel with the statistics and the threshold of a run.
@@ -36,6 +38,7 @@ class Reduction:
         self._kernel = kernel
         self._statistics = tuple(statistics)
         self._eps = eps
+        self._unread: set[tuple[str, str]] = set()  # kinds and names of what could not be read when it was last tried
 
     def change(self, statistics: Sequence[Statistic], eps: float) -> None:
         """Compute other statistics from now on."""
@@ -54,7 +57,7 @@ class Reduction:
         self,
         recorder: StepRecorder,
         kind: str,
-        named: Sequence[tuple[WatchedParameter, Tensor]],
+        named: Sequence[_Named],
         divisor: Tensor | None = None,
     ) -> None:
         """Reduce tensors of one kind into the recorder, device by device, in their order.
@@ -64,49 +67,52 @@ class Reduction:
         for positions in parts_by_device([tensor for _, tensor in named]).values():
             together = [named[position] for position in positions]
             on_device = divisor.to(together[0][1].device) if divisor is not None else None
+            readable, unread = self._apart(kind, together)
             try:
-                self._add(recorder, kind, together, on_device)
+                if readable:
+                    self._add(recorder, kind, readable, on_device)
             except Exception as error:
                 if from_signal_handler(error):
                     raise
-                self._add_each(recorder, kind, together, on_device, error)
+                failed = self._add_each(recorder, kind, readable, on_device)
+                if failed == len(readable) and not isinstance(error, UnsupportedTensorError):
+                    raise  # no tensor's fault
+            self._add_each(recorder, kind, unread, on_device)
+
+    def _apart(self, kind: str, named: list[_Named]) -> tuple[list[_Named], list[_Named]]:
+        """Tensors to be reduced together, and those that could not be read the last time, whose company costs the others."""
+        if not self._unread:
+            return named, []
+        found: tuple[list[_Named], list[_Named]] = [], []
+        for watched, tensor in named:
+            found[(kind, watched.name) in self._unread].append((watched, tensor))
+        return found
 
     def _add(
         self,
         recorder: StepRecorder,
         kind: str,
-        named: Sequence[tuple[WatchedParameter, Tensor]],
+        named: Sequence[_Named],
         divisor: Tensor | None,
     ) -> None:
         rows = [describe(kind, watched.name, watched.stage, tensor) for watched, tensor in named]
         tensors = [tensor for _, tensor in named]
         recorder.add(rows, [self._kernel.reduce(tensors, self._statistics, self._eps, divisor=divisor)])
 
-    def _add_each(
-        self,
-        recorder: StepRecorder,
-        kind: str,
-        named: Sequence[tuple[WatchedParameter, Tensor]],
-        divisor: Tensor | None,
-        cause: Exception,
-    ) -> None:
-        """One by one, after all together have failed.
-
-        Raises:
-            Exception: ``cause``, when it is no tensor's fault: none of them can be read, and not because of what it is.
-        """
-        failed: list[tuple[str, Exception]] = []
+    def _add_each(self, recorder: StepRecorder, kind: str, named: Sequence[_Named], divisor: Tensor | None) -> int:
+        """One by one; how many failed."""
+        failed = 0
         for watched, tensor in named:
             try:
                 self._add(recorder, kind, [(watched, tensor)], divisor)
+                self._unread.discard((kind, watched.name))
             except Exception as error:  # noqa: PERF203 - each on its own, that is what this is for
                 if from_signal_handler(error):
                     raise
-                failed.append((watched.name, error))
-        if len(failed) == len(named) and not all(isinstance(error, UnsupportedTensorError) for _, error in failed):
-            raise cause
-        for name, reason in failed:
-            self.leave_out(name, kind, reason)
+                failed += 1
+                self._unread.add((kind, watched.name))
+                self.leave_out(watched.name, kind, error)
+        return failed
 
     def attempt(self, name: str, kind: str, compute: Callable[[], T]) -> T | None:
         """What is computed of one tensor before it is reduced; ``None`` when that fails, and the tensor is left out."""

@@ -173,7 +173,8 @@ class UpdateTap:
         weight = self._adapter.weight(watched.parameter)
         if weight is None:
             return
-        weight = weight.detach()
+        with torch.no_grad():
+            weight = of_torchs_own_class(weight).detach()
         if weight.is_complex():
             weight = torch.view_as_real(weight)
         if update.shape != weight.shape:
