@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -264,6 +265,68 @@ def test_state_of_the_whole_optimizer(room: Room) -> None:
     assert [(row.name, row.step) for row in room.rows("d")] == [("LBFGS", 1), ("LBFGS", 2)]
     assert [row["norm"] for row in room.rows("d")] == pytest.approx(directions)
     assert {row.name for row in room.rows("old_dirs")} >= {"LBFGS[0]"}
+
+
+def quasi_newton(optimizer: Any, model: nn.Module) -> Any:
+    """A closure, as LBFGS evaluates it."""
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = model(batch(0)).pow(2).mean()
+        loss.backward()
+        return loss
+
+    return closure
+
+
+def test_state_of_optimizers_of_one_class(room: Room) -> None:
+    """Each has a name of its own; and one whose first parameter is not watched keeps its rows."""
+    model = model_of()
+    parts = [list(model[0].parameters()), list(model[2].parameters())]  # type: ignore[index]
+    optimizers = [torch.optim.LBFGS(part, lr=0.01, max_iter=2) for part in parts]
+    monitor = room.monitor(mv_distribution=True, targets={"0.bias": {}, "2.bias": {}})
+    monitor.set_monitor(model, 1, optimizers[0])
+    monitor.set_monitor(model, 1, optimizers[1])
+    for _ in range(2):
+        for optimizer in optimizers:
+            optimizer.step(quasi_newton(optimizer, model))
+    sizes = {row.name: row["norm"] for row in room.rows("d")}
+    norms = [float(optimizer.state[part[0]]["d"].norm()) for optimizer, part in zip(optimizers, parts, strict=True)]
+    assert len(sizes) == len(norms) == 2
+    assert all("LBFGS" in name for name in sizes)
+
+
+@dataclass
+class Factors:
+    """As Shampoo keeps the factors of a block."""
+
+    left: torch.Tensor
+    rest: tuple[torch.Tensor, ...]
+
+
+def test_state_in_other_containers(room: Room) -> None:
+    """State in a dataclass, in a list without keys, and under a word instead of a parameter."""
+    model = model_of()
+
+    class WordKeeper(Momentum):
+        def update(self, parameter: torch.Tensor, state: Any) -> None:
+            self.state["global_state"] = {"direction": torch.full((3,), 2.0)}
+            super().update(parameter, {})
+
+    optimizer = WordKeeper(
+        model.parameters(), lambda p: {"block": Factors(torch.ones(4), (torch.ones(9), torch.ones(1)))}
+    )
+    first = next(model.parameters())
+    optimizer.state[first] = [torch.full((4,), 3.0)]
+    room.monitor(mv_distribution=True).set_monitor(model, 1, optimizer)
+    trained(optimizer, model, 2)
+    left = room.rows("block.left")
+    assert {row.name: row["norm"] for row in left} == dict.fromkeys(["0.bias", "2.weight", "2.bias"], 2.0)
+    assert {row.name: row["norm"] for row in room.rows("block.rest")}["0.bias[0]"] == 3.0
+    assert {row.name: row["norm"] for row in room.rows("state")} == {"0.weight[0]": 6.0}
+    direction = room.rows("global_state.direction")
+    assert [(row.name, row.step) for row in direction] == [("WordKeeper", 1)]
+    assert direction[0]["norm"] == pytest.approx(12**0.5)
 
 
 def test_codes_in_the_state(room: Room, capfd: pytest.CaptureFixture[str]) -> None:

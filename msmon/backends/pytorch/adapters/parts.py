@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,7 @@ def place_of(tensor: Tensor) -> dict[str, Any]:
 def tensors_inside(state: Mapping[Any, Any]) -> Iterator[tuple[str, Tensor]]:
     """Tensors at any depth of an optimizer's state, each with its path, such as ``block_0.factors[1]``.
 
-    Containers that contain themselves are entered once, and not more than a bounded number of tensors is given.
+    Inside are mappings, lists, tuples and dataclasses. Containers that contain themselves are entered once, and not more than a bounded number of tensors is given.
     """
     seen: set[int] = set()
     left = _MOST
@@ -72,6 +73,8 @@ def tensors_inside(state: Mapping[Any, Any]) -> Iterator[tuple[str, Tensor]]:
             seen.add(id(value))
             if isinstance(value, Mapping):
                 inside = [(f"{path}.{key}" if path else str(key), part, depth + 1) for key, part in value.items()]
+            elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+                inside = [(f"{path}.{name}", part, depth + 1) for name, part in vars(value).items()]
             elif isinstance(value, (list, tuple)):
                 inside = [(f"{path}[{number}]", part, depth + 1) for number, part in enumerate(value)]
             else:

@@ -30,6 +30,9 @@ NOT_IN_USE = "not in use"
 _COUNTER = "step"
 """A state entry that counts; it is no state to watch."""
 
+_NAMELESS = "state"
+"""The key of state that is no mapping."""
+
 
 class PlainAdapter:
     """See :class:`msmon.backends.base.Adapter`.
@@ -85,11 +88,17 @@ class PlainAdapter:
         Keys of dictionaries inside are joined by dots, positions in lists stand in brackets: ``block_0.factors[1]``.
         """
         entries = optimizer.state.get(parameter)
-        if entries is not None and hasattr(entries, "items"):
-            for key, value in tensors_inside({key: value for key, value in entries.items() if key != _COUNTER}):
-                part = part_here(value)
-                if part is not None:
-                    yield key, part
+        if entries is None:
+            return
+        if not hasattr(entries, "items"):
+            entries = {_NAMELESS: entries}
+        yield from _parts_inside({key: value for key, value in entries.items() if key != _COUNTER})
+
+    def own_state(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor that an optimizer keeps under a word, and not under a parameter: ``state["global_state"]``."""
+        entries: Any = optimizer.state
+        if hasattr(entries, "items"):
+            yield from _parts_inside({key: value for key, value in entries.items() if isinstance(key, str)})
 
     def steps_taken(self, optimizer: Optimizer, parameter: Tensor) -> Any:  # noqa: ANN401 - as the optimizer keeps it
         """``optimizer.state[parameter]["step"]``."""
@@ -106,3 +115,10 @@ class PlainAdapter:
     def describe(self, root: Module) -> dict[str, Any]:
         """The classes of the wrappers around the user's model, outermost first."""
         return {"wrappers": wrappers_around(root)}
+
+
+def _parts_inside(entries: Mapping[Any, Any]) -> Iterator[tuple[str, Tensor]]:
+    for key, value in tensors_inside(entries):
+        part = part_here(value)
+        if part is not None:
+            yield key, part
