@@ -62,6 +62,7 @@ docs: $(READY) ## Write generated files anew: docs/configuration.md, completions
 bench: $(READY) ## Benchmarks: what watching costs, against its targets; figures in figures.json
 	$(BIN)/python benchmarks/report.py --json figures.json
 	$(BIN)/python benchmarks/alerts.py
+	$(BIN)/python benchmarks/offline.py
 
 pin: ## Write requirements/dev.txt and frameworks.txt anew from dev.in and frameworks.in
 	rm -rf $(VENV)-pin

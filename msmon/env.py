@@ -58,10 +58,13 @@ def dynamic_requested() -> bool:
     return os.environ.get(DYNAMIC, "").strip().lower() in {"1", "true"}
 
 
+_MOST_DIGITS = 18
+
+
 def first_number(names: tuple[str, ...], default: int) -> int:
     """The first of these variables that holds a whole number, else ``default``."""
     for name in names:
         text = os.environ.get(name, "")
-        if text.isdigit():
+        if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS:
             return int(text)
     return default

@@ -5,7 +5,9 @@
     MsmonError                     exit 1
     ├── ConfigError                exit 2    a configuration that cannot be used, with all its problems
     ├── ArgumentError (TypeError)  exit 2    a wrong argument to a public call
+    ├── OptionError                exit 2    an option or argument of the command line that cannot be used
     ├── OutputError                exit 1    a place that cannot be written
+    ├── UnusablePathError          exit 1    a place that cannot be read or written, and of which no more is known
     ├── MissingExtraError          exit 1    a library that this needs is not installed
     ├── NoRecordingError           exit 1    a directory without what is to be read
     ├── CommandNotFoundError       exit 127  `msmon run -- COMMAND`: no such command
@@ -101,6 +103,19 @@ class ArgumentError(MsmonError, TypeError):
 
     slug = "wrong-argument"
     exit_code = ExitCode.USAGE
+
+
+class OptionError(MsmonError):
+    """An option or argument of the command line has a value that cannot be used."""
+
+    slug = "wrong-option"
+    exit_code = ExitCode.USAGE
+
+
+class UnusablePathError(MsmonError):
+    """A file or directory cannot be read or written."""
+
+    slug = "unusable-path"
 
 
 class OutputError(MsmonError):

@@ -34,3 +34,14 @@ def say(text: str, *, once: str = "") -> None:
         # stderr closed, full, absent, or in use by what a signal interrupted: training goes on without the line
         if from_signal_handler(error):
             raise
+
+
+def printable(text: str) -> str:
+    r"""Text that can be shown on a terminal in one line.
+
+    What a terminal would act on (escape sequences, line ends) and what would change how the text around it reads (marks
+    of writing direction, characters without a shape) is written as an escape, such as ``\x1b``.
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)

@@ -10,8 +10,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from msmon import env
-from msmon.errors import ExitCode, MsmonError
-from msmon_cli import console
+from msmon.errors import ExitCode, MsmonError, OutputError, UnusablePathError
+from msmon_cli import console, streams
 from msmon_cli.commands import analyse, csv2tb, doctor, merge, print_struct, run, switch, validate_config
 
 EPILOG = """
@@ -82,11 +82,31 @@ def options(
 
 def main() -> NoReturn:
     """Run the command line, and end the process with its exit code."""
+    streams.prepare()
+    code: object = ExitCode.DONE
     try:
         app()
+    except SystemExit as ending:
+        code = ending.code
     except MsmonError as error:
-        console.show_error(error)
-        if os.environ.get(env.DEBUG):
-            traceback.print_exc()
-        sys.exit(error.exit_code)
-    sys.exit(ExitCode.DONE)
+        code = _failed(error)
+    except OSError as error:  # a place that cannot be read or written, and of which no command knows more to say
+        code = _failed(_unusable(error))
+    try:
+        print(end="", flush=True)  # noqa: T201 - unlike a method of sys.stdout it bears that there is none
+    except OSError as error:
+        console.show_error(OutputError(f"cannot write what was to be printed ({error})", hint="is the disk full?"))
+        code = ExitCode.FAILED
+    sys.exit(code)  # type: ignore[arg-type]
+
+
+def _failed(error: MsmonError) -> ExitCode:
+    console.show_error(error)
+    if os.environ.get(env.DEBUG):
+        traceback.print_exc()
+    return error.exit_code
+
+
+def _unusable(error: OSError) -> MsmonError:
+    where = "" if error.filename is None else f"`{os.fsdecode(error.filename)}`: "
+    return UnusablePathError(f"{where}{error.strerror or error}", hint="check the path and its permissions")

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import platform
 import re
+import sys
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from rich.cells import cell_len
 from rich.console import Console
-from rich.markup import escape
+from rich.markup import escape as escape_markup
+from rich.text import Text
 from rich.tree import Tree
 
 import msmon
 from msmon.errors import ConfigError, MsmonError
+from msmon.log import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,18 +31,17 @@ if TYPE_CHECKING:
 DOCS = "docs/messages.md"
 _TENSOR = re.compile(r"size=(?P<size>.+), dtype=torch\.(?P<dtype>\w+)")
 
-_COLUMNS: dict[str, Literal["left", "right"]] = {
-    "#": "right",
-    "step": "right",
-    "micro": "right",
-    "rank": "right",
-    "kind": "left",
-    "tensor": "left",
-    "finding": "left",
-}
+_COLUMNS = ("#", "step", "micro", "rank", "kind", "tensor", "finding")
+_NUMBERS = 4
+"""Columns of numbers, which come first."""
 
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
 _out = Console(highlight=False, soft_wrap=True)
+
+
+def escape(text: str) -> str:
+    """Text for rich that shows as it is, and does nothing to the terminal. Everything that is not ours goes through here."""
+    return escape_markup(printable(text))
 
 
 def show_error(error: MsmonError) -> None:
@@ -72,8 +76,13 @@ def show_line(text: str) -> None:
 
 
 def show_json(document: object) -> None:
-    """A JSON document, without colour."""
-    print(json.dumps(document, indent=2, ensure_ascii=False))  # noqa: T201 - data goes out untouched by rich
+    """A JSON document, without colour. What a terminal would act on is an escape of JSON."""
+    lines = json.dumps(document, indent=2, ensure_ascii=False).split("\n")
+    encoding = (getattr(sys.stdout, "encoding", "") or "").lower()
+    if encoding.replace("-", "") == "utf8" and all(line.isprintable() for line in lines):
+        print("\n".join(lines))  # noqa: T201 - data goes out untouched by rich
+    else:
+        print(json.dumps(document, indent=2))  # noqa: T201 - as above
 
 
 def show_trees(roots: Iterable[ModuleNode]) -> None:
@@ -124,19 +133,50 @@ def _side(described: Mapping[str, Any], side: str) -> str:
 
 
 def show_anomalies(analysis: Analysis) -> None:
-    """The first anomalies as a table, one a line, in the order in which they came to be."""
-    from rich.table import Table
+    """The first anomalies as a table, one a line, nothing cut, in the order in which they came to be.
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name, justify in _COLUMNS.items():
-        table.add_column(name, justify=justify, overflow="fold", no_wrap=name not in {"tensor", "finding"})
+    On a terminal that is too narrow for it, what was found stands below each tensor.
+    """
+    table = [_COLUMNS, *([printable(str(cell)) for cell in cells] for cells in _anomalies(analysis))]
+    widths = [max(cell_len(row[place]) for row in table) for place in range(len(_COLUMNS) - 1)]
+    lines = [
+        "  ".join(
+            _aligned(cell, width, right=place < _NUMBERS)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=False))
+        )
+        for row in table
+    ]
+    narrow = _out.is_terminal and any(
+        cell_len(line) + 2 + cell_len(row[-1]) > _out.width for line, row in zip(lines, table, strict=True)
+    )
+    for number, (line, row) in enumerate(zip(lines, table, strict=True)):
+        style = {0: "bold", 1: "bold red"}.get(number, "")
+        if narrow:
+            _out.print(Text(line.rstrip(), style))
+            if number:
+                _out.print(Text(f"    {row[-1]}", style))
+        else:
+            _out.print(Text(f"{line}  {row[-1]}", style))
+
+
+def show_anomalies_as_csv(analysis: Analysis) -> None:
+    """The first anomalies as CSV, one a line, with a header."""
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(("number", "step", "micro_step", "rank", "kind", "tensor", "finding"))
+    writer.writerows([printable(str(cell)) for cell in cells] for cells in _anomalies(analysis))
+
+
+def _anomalies(analysis: Analysis) -> Iterator[tuple[object, ...]]:
     for number, (_, entry) in enumerate(analysis.first, start=1):
         tensor, _, where = str(entry["tag_name"]).rpartition("/rank")
         kind = where.partition("/")[2]
         finding = str(entry["message"]).removesuffix(f" in {entry['tag_name']} at step {entry['step']}")
-        cells = [number, entry["step"], entry["micro_step"], entry["rank"], kind, tensor, finding]
-        table.add_row(*(escape(str(cell)) for cell in cells), style="bold red" if number == 1 else "")
-    _out.print(table, soft_wrap=False)
+        yield number, entry["step"], entry["micro_step"], entry["rank"], kind, tensor, finding
+
+
+def _aligned(cell: str, width: int, *, right: bool) -> str:
+    gap = " " * (width - cell_len(cell))
+    return f"{gap}{cell}" if right else f"{cell}{gap}"
 
 
 def show_processes(found: Examination) -> None:

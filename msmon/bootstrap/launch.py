@@ -35,11 +35,11 @@ def find_command(command: str) -> str:
     """
     if os.sep in command:
         path: str | None = command
-        if not Path(command).exists():
+        if not os.path.exists(command):  # noqa: PTH110 - Path.exists raises for what cannot be
             raise CommandNotFoundError(f"no such file: `{command}`", hint="check the path after `--`")
     else:
         path = shutil.which(command)
-        if path is None and Path(command).exists():
+        if path is None and os.path.exists(command):  # noqa: PTH110 - as above
             hint = f"write ./{command}, or python {command}"
             raise CommandNotFoundError(f"no such command: `{command}` is a file here, not on the PATH", hint=hint)
     if path is None:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from msmon.config.availability import unavailable
 from msmon.config.schema import MonitorConfig
 from msmon.errors import MISSING, ConfigError, Problem
+from msmon.regular_file import read_regular
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -39,8 +40,8 @@ def read_document(path: str | PathLike[str]) -> dict[str, Any]:
     """
     source = str(path)
     try:
-        with Path(path).open(encoding="utf-8-sig") as file:
-            document = json.load(file, object_pairs_hook=_unique_keys)
+        text = _read(path).decode("utf-8-sig")
+        document = json.loads(text, object_pairs_hook=_unique_keys)
     except OSError as error:
         problem = Problem("", f"cannot read the file ({error.strerror})", hint="check the path given with --config")
         raise ConfigError(source, [problem]) from error
@@ -61,6 +62,12 @@ def read_document(path: str | PathLike[str]) -> dict[str, Any]:
         problem = Problem("", "the top level must be an object", document, "write {…}")
         raise ConfigError(source, [problem])
     return document
+
+
+def _read(path: str | PathLike[str]) -> bytes:
+    if Path(path).is_fifo():  # `--config <(…)`: the shell writes it
+        return Path(path).read_bytes()
+    return read_regular(path)
 
 
 def parse_config(document: dict[str, Any], *, source: str = _COMMAND_LINE) -> MonitorConfig:

@@ -1,16 +1,19 @@
 """CSV files as TensorBoard event files: one a rank and kind of data, so that TensorBoard lays ranks over one another.
 
-``<output>/rank{R}/{kind}/events.out.tfevents.…`` holds the tags ``vp{stage}:{name}[:micro{n}]/{op}``, as the original writes
-them. Steps ascend. Runs whose steps follow one another are joined. Runs that have the same steps are separate histories, each
-in a directory named after its last run. Of a step that a run has recorded again, after an elastic restart for instance, the
-later rows count, and so does the later line of a row that one directory has twice.
+``<output>/rank{R}/{kind}/events.out.tfevents.….msmon-csv2tb`` holds the tags ``vp{stage}:{name}[:micro{n}]/{op}``, as the
+original writes them, and of ``steps.csv`` the tags ``steps/{column}``. Steps ascend. Runs whose steps follow one another are
+joined. Runs that have the same steps are separate histories, each in a directory named after its last run. Of a step that a
+run has recorded again, after an elastic restart for instance, the later rows count, and so does the later line of a row that
+one directory has twice.
 
 Files are read twice: once to see where each step lies, once in the order of steps. No more than a step is held.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import os
 import shlex
 import signal
 import sys
@@ -19,18 +22,22 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from msmon.errors import ArgumentError, MsmonError, NoRecordingError, OutputError
 from msmon.offline.histories import histories
-from msmon.offline.reader import kind_files, run_directories
-from msmon.offline.step_file import StepFile
+from msmon.offline.reader import STEPS, CsvFile, StepIndex, Unreadable, kind_files, run_directories
 from msmon.runtime.run_directory import is_stamp, parse_directory_name, sortable, stamp
 from msmon.sinks import tensorboard
+from msmon.sinks.csv import STEPS_FILE
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from msmon.offline.reader import RecordedRow
+
+MARK = ".msmon-csv2tb"
+"""How the names of event files end that are made here. No other file is ever touched."""
 
 
 @dataclass
@@ -68,17 +75,19 @@ class Conversion:
         output: The directory for ``tensorboard --logdir``.
         runs: Ids of the runs, first to last.
         series: What became of each kind of data of each rank.
+        faults: What could not be read, a line a file.
         histories: Ids of the runs that continue each other; of several histories, each has a directory.
     """
 
     output: Path
     runs: tuple[str, ...]
     series: list[Series]
+    faults: list[str]
     histories: tuple[tuple[str, ...], ...] = ()
 
     def notes(self) -> list[str]:
         """What is worth saying: runs that were joined, what could not be read, values that are not finite."""
-        found = [fault for one in self.series for fault in one.faults]
+        found = list(self.faults)
         repeated = max((one.repeated for one in self.series), default=0)
         if len(self.histories) > 1:
             named = ", ".join(" and ".join(runs) for runs in self.histories)
@@ -132,16 +141,20 @@ def convert(
     """
     _check(first, last, processes)
     tensorboard.require()
-    folder = Path(root).expanduser()
+    folder = _expanded(root)
     directories = _chosen(folder, first, last, run)
+    unreadable = Unreadable()
     found = histories(directories)
     tasks = [
-        task for history in found for task in _tasks(history.directories, kinds, history.name if len(found) > 1 else "")
+        task
+        for history in found
+        for task in _tasks(history.directories, kinds, history.name if len(found) > 1 else "", unreadable)
     ]
     if not tasks:
         raise _nothing_to_convert(folder, directories, kinds)
     beside = directories[0].parent
-    target = Path(output).expanduser() if output else beside / f"{stamp(time.time())}-csv2tensorboard_by_step"
+    target = _expanded(output) if output else beside / f"{stamp(time.time())}-csv2tensorboard_by_step"
+    _check_target(target, tasks)
     tasks.sort(key=lambda task: -task.size)  # the longest first
     try:
         series = _convert_all(tasks, target, min(processes, len(tasks)), progress)
@@ -150,16 +163,40 @@ def convert(
             f"cannot write below `{target}` ({error.strerror or error})", hint="choose another place"
         ) from error
     if not any(one.values for one in series):
-        faults = "; ".join(fault for one in series for fault in one.faults[:1])
+        missing = "; ".join(fault for one in series for fault in one.faults[:1])
         raise NoRecordingError(
-            f"no file in `{folder}` holds a row ({faults or 'headers only'})", hint="is it the right directory?"
+            f"no file in `{folder}` holds a row ({missing or 'headers only'})", hint="is it the right directory?"
         )
     runs = dict.fromkeys(parsed.run for one in directories if (parsed := parse_directory_name(one.name)))
-    ordered = sorted(series, key=lambda one: (one.history, one.rank, one.kind))
-    return Conversion(target, tuple(runs), ordered, tuple(tuple(history.runs) for history in found))
+    series.sort(key=lambda one: (one.history, one.rank, one.kind))
+    faults = [*unreadable.lines(), *(fault for one in series for fault in one.faults)]
+    return Conversion(target, tuple(runs), series, faults, tuple(tuple(history.runs) for history in found))
 
 
 # What is converted
+
+
+def _expanded(path: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # of `~name`, when there is no such user
+        raise ArgumentError(f"no such place: `{os.fspath(path)}` ({error})", hint="write the whole path") from error
+
+
+def _check_target(target: Path, tasks: Sequence[_Task]) -> None:
+    """TensorBoard would mix what is converted with what event files of others in the same directory say."""
+    for task in tasks:
+        directory = target / task.place
+        if any(not name.endswith(MARK) for name in _event_files(directory)):
+            hint = "choose another place with --output"
+            raise OutputError(f"`{directory}` holds event files that csv2tb has not made", hint=hint)
+
+
+def _event_files(directory: Path) -> list[str]:
+    try:
+        return [name for name in os.listdir(directory) if "tfevents" in name]  # noqa: PTH208 - names are wanted
+    except OSError:
+        return []
 
 
 def _check(first: str | None, last: str | None, processes: object) -> None:
@@ -174,13 +211,13 @@ def _check(first: str | None, last: str | None, processes: object) -> None:
 
 def _chosen(folder: Path, first: str | None, last: str | None, run: str | None) -> list[Path]:
     """The run directories to convert, in the order in which their runs were started."""
-    if not folder.is_dir():
-        what = "no directory" if folder.exists() else "no such directory"
+    if not os.path.isdir(folder):  # noqa: PTH112 - Path.is_dir raises for what cannot be
+        what = "no directory" if os.path.lexists(folder) else "no such directory"
         raise NoRecordingError(f"{what}: `{folder}`", hint="name the output root of a run, by default monitor_output")
     alone = folder.resolve()
     every = [alone] if parse_directory_name(alone.name) else run_directories(folder)
     if not every:
-        inside = next((entry for entry in sorted(folder.iterdir()) if entry.is_dir() and run_directories(entry)), None)
+        inside = next((entry for entry in sorted(folder.iterdir()) if run_directories(entry)), None)
         hint = f"is it `{inside}`?" if inside else "run directories are called Dec03_21-34-40-rank0-2db450a0"
         raise NoRecordingError(f"no run directory in `{folder}`", hint=hint)
     chosen = []
@@ -214,15 +251,23 @@ class _Task:
 
     @property
     def size(self) -> int:
-        """Bytes to read."""
-        return sum(path.stat().st_size for _, path, _ in self.files)
+        """Bytes to read, where that is known."""
+        return sum(os.path.getsize(path) for _, path, _ in self.files if os.path.isfile(path))  # noqa: PTH113, PTH202 - as above
+
+    @property
+    def place(self) -> Path:
+        """Where its event file goes, below the output."""
+        return Path(self.history, f"rank{self.rank}", self.kind)
 
 
-def _tasks(directories: Mapping[Path, int | None], kinds: Sequence[str] | None, history: str) -> Iterator[_Task]:
+def _tasks(
+    directories: Mapping[Path, int | None], kinds: Sequence[str] | None, history: str, unreadable: Unreadable
+) -> Iterator[_Task]:
     files: dict[tuple[int, str], list[tuple[int, Path, int | None]]] = {}
     for order, (directory, until) in enumerate(directories.items()):
         parsed = parse_directory_name(directory.name)
-        for kind, path in kind_files(directory):
+        steps = directory / STEPS_FILE
+        for kind, path in [*kind_files(directory, unreadable), *([(STEPS, steps)] if os.path.lexists(steps) else [])]:
             if parsed is not None and (kinds is None or kind in kinds):
                 files.setdefault((parsed.rank, kind), []).append((order, path, until))
     for (rank, kind), found in files.items():
@@ -299,49 +344,48 @@ def _convert_in_worker(task: _Task, target: Path) -> Series:
 def _convert(task: _Task, target: Path, count: Callable[[int], None]) -> Series:
     """Write the event file of a task; ``count`` hears of bytes that are read, twice each."""
     series = Series(task.rank, task.kind, files=len(task.files), history=task.history)
-    steps: dict[int, _Step] = {}
-    again = set()
-    for order, path, until in task.files:  # runs in their order
-        file = StepFile(path)
-        for step, begin, end in file.blocks():
-            if until is not None and step >= until:
-                continue
-            held = steps.get(step)
-            if held is None or held.order != order:
-                again.update([step] * (held is not None))
-                held = steps[step] = _Step(order, [])
-            held.blocks.append((file, begin, end))
-        series.faults += file.faults
-        count(file.size)
-    series.steps, series.repeated = len(steps), len(again)
-    if steps:
-        _write(series, target / task.history / f"rank{task.rank}" / task.kind, steps, count)
+    unreadable = Unreadable()
+    with contextlib.closing(StepIndex()) as index:
+        orders = []
+        for order, path, until in task.files:  # runs in their order
+            file = CsvFile(path, task.kind, unreadable)
+            index.add(file, until)
+            orders.append(order)
+            count(file.size)
+        _write(series, target / task.place, index, orders, count)
+    series.faults = unreadable.lines()
     return series
 
 
-class _Step(NamedTuple):
-    """Where the rows of a step lie in the files of the run that counts."""
-
-    order: int
-    blocks: list[tuple[StepFile, int, int]]
-
-
-def _write(series: Series, directory: Path, steps: dict[int, _Step], count: Callable[[int], None]) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    for earlier in directory.glob("events.out.tfevents.*"):  # of an earlier conversion to the same place
-        earlier.unlink()
-    events, non_finite = tensorboard.EventFile(directory), tensorboard.NonFinite()
+def _write(
+    series: Series, directory: Path, index: StepIndex, orders: Sequence[int], count: Callable[[int], None]
+) -> None:
+    earlier = [directory / name for name in _event_files(directory) if name.endswith(MARK)]
+    events, non_finite = tensorboard.EventFile(directory, suffix=MARK), tensorboard.NonFinite()
     try:
-        for step in sorted(steps):
-            rows: dict[str, list[tuple[str, float]]] = {}
-            blocks = steps[step].blocks
-            for file, begin, end in blocks:
-                rows.update(file.rows(begin, end))
-                count(end - begin)
-            found = [(f"{name}/{op}", value) for name, values in rows.items() for op, value in values]
-            moment = blocks[-1][0].written
+        for step, blocks in index.steps():
+            last = max(orders[block[0]] for block in blocks)
+            counting = [block for block in blocks if orders[block[0]] == last]
+            series.steps += 1
+            series.repeated += len(counting) < len(blocks)
+            rows: dict[str, dict[str, float]] = {}
+            for block in counting:
+                rows.update((_tag(row), row.numbers()) for row in index.rows(step, block))
+                count(block[3] - block[2])
+            found = [(f"{tag}{op}", value) for tag, numbers in rows.items() for op, value in numbers.items()]
+            moment = index.files[counting[-1][0]].written
+            directory.mkdir(parents=True, exist_ok=True)
             events.add(step, [*tensorboard.scalars(found), *non_finite.values(found)], wall_time=moment, flush=False)
             series.values += len(found)
     finally:
         events.close()
+    for path in earlier:  # of an earlier conversion to the same place
+        path.unlink(missing_ok=True)
     series.non_finite = non_finite.total
+
+
+def _tag(row: RecordedRow) -> str:
+    """The tag of a row's numbers, without their names."""
+    if row.kind == STEPS:
+        return tensorboard.step_tag(row.name, "")
+    return f"vp{row.stage}:{row.name}{'' if row.micro_step is None else f':micro{row.micro_step}'}/"

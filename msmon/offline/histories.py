@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from msmon.offline.reader import kind_files, read_steps, run_directories
-from msmon.offline.step_file import StepFile
+from msmon.offline.reader import STEPS, CsvFile, kind_files, run_directories
 from msmon.runtime.run_directory import parse_directory_name, read_run_file
+from msmon.sinks.csv import STEPS_FILE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
 
@@ -70,17 +70,19 @@ def histories(directories: Iterable[Path]) -> list[History]:
             by_run.setdefault(parsed.run, {})[directory] = parsed.rank
     found: list[History] = []
     for run, ranks in by_run.items():
-        steps: dict[int, set[int]] = {}
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
         for directory, rank in ranks.items():
-            steps.setdefault(rank, set()).update(_steps(directory))
-        first = {rank: min(of_rank) for rank, of_rank in steps.items() if of_rank}
+            for step in _steps(directory):
+                first[rank] = min(first.get(rank, step), step)
+                last[rank] = max(last.get(rank, step), step)
         before = [history for history in reversed(found) if history.is_continued_by(first)]
         history = max(before, key=lambda one: max((one.last.get(rank, -1) for rank in first), default=-1), default=None)
         if history is None:
             resumed_at = max((_first_step(directory) for directory in ranks), default=0)
             history = found[-1].until(resumed_at) if found and resumed_at else History()
             found.append(history)
-        history.add(run, ranks, {rank: max(steps[rank]) for rank in first})
+        history.add(run, ranks, last)
     return found
 
 
@@ -100,7 +102,12 @@ def _first_step(directory: Path) -> int:
     return min((value for value in values if isinstance(value, int)), default=0)
 
 
-def _steps(directory: Path) -> set[int]:
+def _steps(directory: Path) -> Iterator[int]:
     """The steps on record in a directory, those of the original included, which has no ``steps.csv``."""
-    listed = {int(line["step"]) for line in read_steps(directory) if str(line.get("step")).isdecimal()}
-    return listed or {step for _, path in kind_files(directory) for step, _, _ in StepFile(path).blocks()}
+    listed = False
+    for step, *_ in CsvFile(directory / STEPS_FILE, STEPS).blocks():
+        listed = True
+        yield step
+    if not listed:
+        for kind, path in kind_files(directory):
+            yield from (step for step, *_ in CsvFile(path, kind).blocks())

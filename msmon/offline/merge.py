@@ -6,24 +6,26 @@ its parts and their sizes, so nothing is communicated while the run goes on. The
 
 from __future__ import annotations
 
-import csv
+import contextlib
 import dataclasses
-import io
 import json
 import math
+import os
 import shutil
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from msmon.errors import MsmonError, OutputError
-from msmon.offline.reader import kind_files, read_file, run_directories
-from msmon.runtime.run_directory import RUN_FILE, parse_directory_name, read_run_file
-from msmon.sinks.csv import STEPS_FILE
+from msmon.offline.reader import CsvFile, StepIndex, Unreadable, kind_files, run_directories
+from msmon.regular_file import open_regular
+from msmon.runtime.run_directory import RUN_FILE, parse_directory_name, read_run_file, replace_file
+from msmon.sinks.csv import STEPS_FILE, csv_text
 from msmon.stats.definitions import Statistic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
+    from typing import BinaryIO
 
     from msmon.offline.reader import RecordedRow
 
@@ -66,12 +68,14 @@ class Merged:
         ranks: Those merged.
         rows: Rows written, by kind.
         left_out: Kinds, or rows of a kind, that were not merged → why.
+        faults: What could not be read, a line a file.
     """
 
     directory: Path
     ranks: list[int]
     rows: dict[str, int] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
 
 
 def merge_statistics(parts: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
@@ -82,7 +86,7 @@ def merge_statistics(parts: Sequence[tuple[int, Mapping[str, float]]]) -> dict[s
     sum of ``nans``. A part that has NaN makes NaN of the first four, as NaN in the tensor does. Source: own.
 
     Args:
-        parts: Number of elements and statistics of each; parts without elements are left away.
+        parts: Number of elements and statistics of each; parts without elements are skipped.
 
     Returns:
         The statistics that all parts have.
@@ -130,31 +134,60 @@ def merge(
     first = min(of_ranks)
     name = of_ranks[first].name.replace(f"-rank{first}-", "-rank0-")
     merged = Merged((output or directory / "merged") / name, sorted(of_ranks))
-    files = sorted({(kind, path.name) for each in of_ranks.values() for kind, path in kind_files(each)})
+    unreadable = Unreadable()
+    files = sorted({(kind, path.name) for each in of_ranks.values() for kind, path in kind_files(each, unreadable)})
+    hint = "choose another place with --output"
+    if any(_same(merged.directory, each) for each in run_directories(directory)):
+        raise OutputError(f"`{merged.directory}` holds the rows of a rank", hint=hint)
     try:
         merged.directory.mkdir(parents=True, exist_ok=True)
         for number, (kind, file) in enumerate(files):
             if kind in _OF_A_RANK:
                 merged.left_out[kind] = "is about one rank"
             else:
-                rows = {
-                    rank: list(read_file(each / file, kind))
-                    for rank, each in of_ranks.items()
-                    if (each / file).exists()
-                }
-                _merge_file(merged, kind, file, rows, parts)
+                paths = {rank: each / file for rank, each in of_ranks.items() if os.path.lexists(each / file)}
+                _merge_file(merged, kind, paths, parts, unreadable)
             if progress is not None:
                 progress(number + 1, len(files))
-        steps = of_ranks[first] / STEPS_FILE
-        if steps.exists():
-            shutil.copyfile(steps, merged.directory / STEPS_FILE)
+        _copy(of_ranks[first] / STEPS_FILE, merged.directory / STEPS_FILE, unreadable)
         text = json.dumps(_report(reports, parts, first, merged.ranks), indent=2, ensure_ascii=False) + "\n"
-        (merged.directory / RUN_FILE).write_text(text, encoding="utf-8")
+        replace_file(merged.directory / RUN_FILE, text)
     except OSError as error:
-        raise OutputError(
-            f"cannot write `{merged.directory}` ({error.strerror})", hint="choose another place with --output"
-        ) from error
+        raise OutputError(f"cannot write `{merged.directory}` ({error.strerror or error})", hint=hint) from error
+    merged.faults = unreadable.lines()
     return merged
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False
+
+
+def _copy(source: Path, target: Path, unreadable: Unreadable) -> None:
+    if os.path.lexists(source):
+        try:
+            file = open_regular(source)
+        except OSError as error:
+            unreadable.cannot_open(source, error)
+            return
+        with file, _replacing(target) as copy:
+            shutil.copyfileobj(file, copy)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which takes the place of another one once it is whole."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def _directories(directory: Path, run: str) -> dict[int, Path]:
@@ -171,31 +204,88 @@ def _directories(directory: Path, run: str) -> dict[int, Path]:
 def _parts(report: Mapping[str, Any]) -> dict[str, Part]:
     """By name: the parts that a rank's ``run.json`` speaks of. A part without a place may be anywhere: it is left out."""
     found = {}
-    for parameter in (parameter for model in report.get("models", ()) for parameter in model["parameters"]):
+    for parameter in _parameters(report):
+        if "whole_shape" not in parameter:
+            continue
         size = math.prod(parameter["shape"])
         place = parameter.get("offset", parameter.get("flat_offset", () if size == 0 else None))
-        if "whole_shape" in parameter and place is not None:
+        if place is not None:
             place = (place,) if isinstance(place, int) else tuple(place)
             found[parameter["name"]] = Part(tuple(parameter["whole_shape"]), place, size)
     return found
 
 
+def _parameters(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a ``run.json`` says of parameters, where it is what a run writes."""
+    models = report.get("models")
+    of_models = (
+        [model.get("parameters") for model in models if isinstance(model, dict)] if isinstance(models, list) else []
+    )
+    every = [parameter for each in of_models if isinstance(each, list) for parameter in each]
+    return [parameter for parameter in every if isinstance(parameter, dict) and _is_described(parameter)]
+
+
+def _is_described(parameter: Mapping[str, Any]) -> bool:
+    flat = parameter.get("flat_offset")
+    return (
+        isinstance(parameter.get("name"), str)
+        and _is_shape(parameter.get("shape"))
+        and all(_is_shape(parameter[key]) for key in ("whole_shape", "offset") if key in parameter)
+        and (flat is None or _is_size(flat))
+    )
+
+
+def _is_shape(value: object) -> bool:
+    return isinstance(value, list) and all(_is_size(size) for size in value)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
 def _merge_file(
     merged: Merged,
     kind: str,
-    file: str,
-    rows: Mapping[int, Sequence[RecordedRow]],
+    paths: Mapping[int, Path],
     parts: Mapping[int, Mapping[str, Part]],
+    unreadable: Unreadable,
 ) -> None:
-    together: dict[tuple[Any, ...], list[tuple[int, RecordedRow]]] = {}
-    for rank in sorted(rows):
-        for row in rows[rank]:
-            together.setdefault((row.step, row.micro_step or 0, row.stage, row.name), []).append((rank, row))
-    whole = [_whole(merged, kind, found, parts) for _, found in sorted(together.items(), key=lambda item: item[0][:2])]
-    lines = [row for row in whole if row is not None]
-    if lines:
-        merged.rows[kind] = merged.rows.get(kind, 0) + len(lines)
-        (merged.directory / file).write_text(_text(lines), encoding="utf-8")
+    """Merge the files of one name that the ranks have, a step at a time."""
+    with contextlib.closing(StepIndex()) as index:
+        ranks = sorted(paths)
+        for rank in ranks:
+            index.add(CsvFile(paths[rank], kind, unreadable))
+        columns = list(dict.fromkeys(column for file in index.files for column in file.columns))
+        micro_steps = any(file.has_micro_steps for file in index.files)
+        places = [column for column in _PLACE if column != "micro_step" or micro_steps]
+        file = merged.directory / paths[ranks[0]].name
+        count = 0
+        with contextlib.ExitStack() as stack:
+            whole_file: BinaryIO | None = None
+            for step, blocks in index.steps():
+                together: dict[tuple[int, int, str], list[tuple[int, RecordedRow]]] = {}
+                for block in blocks:
+                    for row in index.rows(step, block):
+                        key = (row.micro_step or 0, row.stage, row.name)
+                        together.setdefault(key, []).append((ranks[block[0]], row))
+                ordered = sorted(together.items(), key=lambda item: item[0][0])
+                whole = [each for _, found in ordered if (each := _whole(merged, kind, found, parts)) is not None]
+                if whole and whole_file is None:  # a file without a row is none
+                    whole_file = stack.enter_context(_replacing(file))
+                    whole_file.write(csv_text([[*places, *columns]]))
+                if whole_file is not None:
+                    whole_file.write(csv_text(_cells(row, places, columns) for row in whole))
+                    count += len(whole)
+    if count:
+        merged.rows[kind] = merged.rows.get(kind, 0) + count
+
+
+def _cells(row: RecordedRow, places: Sequence[str], columns: Sequence[str]) -> list[object]:
+    place = {"vpp_stage": row.stage, "name": row.name, "step": row.step, "micro_step": row.micro_step}
+    return [
+        *(place[column] for column in places),
+        *(_cell(column, row.values.get(column, "")) for column in columns),
+    ]
 
 
 def _whole(
@@ -217,10 +307,7 @@ def _whole(
     if sum(sizes.values()) != math.prod(whole_shape):
         merged.left_out[kind] = f"of {row.name}, and maybe others, not all parts are on record in step {row.step}"
         return None
-    numbers = [
-        (sizes[place], {name: value for name, value in each.values.items() if isinstance(value, float)})
-        for place, (_, each) in by_place.items()
-    ]
+    numbers = [(sizes[place], each.numbers()) for place, (_, each) in by_place.items()]
     values = {**row.values, **merge_statistics(numbers)}
     if "shape" in values:
         values["shape"] = str(list(whole_shape))
@@ -228,25 +315,12 @@ def _whole(
 
 
 def _size(row: RecordedRow, part: Part) -> int:
-    shape = row.values.get("shape")
-    return part.size if shape is None else math.prod(json.loads(str(shape)))
-
-
-def _text(rows: Sequence[RecordedRow]) -> str:
-    columns = list(dict.fromkeys(column for row in rows for column in row.values))
-    places = [column for column in _PLACE if column != "micro_step" or rows[0].micro_step is not None]
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*places, *columns])
-    for row in rows:
-        place = {"vpp_stage": row.stage, "name": row.name, "step": row.step, "micro_step": row.micro_step}
-        cells = [_cell(column, row.values.get(column, "")) for column in columns]
-        writer.writerow([*(place[column] for column in places), *cells])
-    return text.getvalue()
+    shape = row.shape
+    return part.size if shape is None else math.prod(shape)
 
 
 def _cell(column: str, value: float | str) -> object:
-    return int(value) if column in {"nans", "id"} and isinstance(value, float) else value
+    return int(value) if column in {"nans", "id"} and isinstance(value, float) and value.is_integer() else value
 
 
 def _report(
@@ -254,7 +328,7 @@ def _report(
 ) -> dict[str, Any]:
     """The first rank's ``run.json``, with whole shapes."""
     report: dict[str, Any] = json.loads(json.dumps(reports[first]))
-    for parameter in (parameter for model in report.get("models", ()) for parameter in model["parameters"]):
+    for parameter in _parameters(report):
         part = parts[first].get(parameter["name"])
         if part is not None:
             parameter["shape"] = list(part.whole_shape)

@@ -8,12 +8,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from msmon.errors import MsmonError
+from msmon.regular_file import read_regular
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+    from typing import TypeGuard
 
 _LAYER = re.compile(r"\d+")
+_DEEPEST = 400
+"""Modules in modules; those of a file are walked through recursively."""
 
 
 class StructureError(MsmonError):
@@ -53,13 +57,35 @@ def read_structure(path: Path) -> dict[str, Any]:
         StructureError: It cannot be read.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError) as error:
         hint = "make one with `msmon print-struct -- COMMAND`"
         raise StructureError(f"no structure of a model in `{path}` ({error})", hint=hint) from error
-    if not isinstance(content, dict) or not all(isinstance(value, dict) for value in content.values()):
+    if not isinstance(content, dict) or not all(_is_module(key, value) for key, value in content.items()):
         raise StructureError(f"no structure of a model in `{path}`", hint="is it the right file?")
     return content
+
+
+def _is_module(key: str, described: object) -> bool:
+    """Whether this is what is said of a module, at a depth that modules have."""
+    if not isinstance(described, dict) or key.count(".") > _DEEPEST or not isinstance(described.get("class", ""), str):
+        return False
+    parameters = described.get("parameters", {})
+    return (
+        ("input" in described) == ("output" in described)
+        and all(_is_side(described[side]) for side in ("input", "output") if side in described)
+        and all(_is_texts(described.get(f"{side}_grad", {})) for side in ("input", "output"))
+        and isinstance(parameters, dict)
+        and all(isinstance(one, dict) and {"shape", "trainable"} <= one.keys() for one in parameters.values())
+    )
+
+
+def _is_side(value: object) -> bool:
+    return _is_texts(value) and "config" in value
+
+
+def _is_texts(value: object) -> TypeGuard[dict[str, str]]:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
 def as_trees(content: Mapping[str, Any]) -> list[ModuleNode]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msmon import log
 from msmon.errors import OutputError
+from msmon.regular_file import read_regular
 from msmon.runtime.interruption import from_signal_handler
 
 if sys.platform != "win32":
@@ -249,7 +250,7 @@ def _moment(directory: Path) -> tuple[float, float, str]:
     began = (read_run_file(directory) or {}).get("started")
     try:
         started: float | None = datetime.fromisoformat(str(began)).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError):
         started = None
     parsed = parse_directory_name(directory.name)
     named = _time_of(parsed, directory, started) if parsed is not None else 0.0
@@ -331,9 +332,7 @@ def read_run_file(directory: Path) -> dict[str, Any] | None:
     """The content of ``run.json``, or ``None`` when there is none that can be read."""
     path = directory / RUN_FILE
     try:
-        if not path.is_file():  # a pipe would be waited for
-            return None
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None

@@ -86,7 +86,7 @@ class CsvSink:
         file = self._files.get(key)
         if file is None or file.wanted != path:
             file = self._files[key] = _AppendedFile(path, header)
-        file.append(_text(lines))
+        file.append(csv_text(lines))
 
     def _lines_by_file(self, step: RecordedStep) -> dict[tuple[str, tuple[str, ...]], list[list[object]]]:
         """The lines of each kind and header. Runs beside the training, and so does as little as it can for a row."""
@@ -171,7 +171,7 @@ class _AppendedFile:
     def __init__(self, path: Path, header: Sequence[str]) -> None:
         self.wanted = path
         self._path = path
-        self._header = _text([header])
+        self._header = csv_text([header])
         self._end: int | None = None
 
     def append(self, text: bytes) -> None:
@@ -228,7 +228,8 @@ def _write_all(file: io.FileIO, content: bytes) -> None:
         view = view[file.write(view) :]
 
 
-def _text(lines: Iterable[Sequence[object]]) -> bytes:
+def csv_text(lines: Iterable[Sequence[object]]) -> bytes:
+    """Lines as a CSV file has them, whatever their names hold."""
     rows = list(lines)
     text = _joined(rows, csv.QUOTE_MINIMAL)
     if "\r" in text:  # before Python 3.13 a carriage return alone is not quoted

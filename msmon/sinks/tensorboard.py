@@ -64,10 +64,12 @@ class EventFile:
     Args:
         directory: Made when it is absent.
         resumed: TensorBoard is to forget what earlier files there say of the first step and of those after it.
+        suffix: How the name of the file ends.
     """
 
-    def __init__(self, directory: Path, *, resumed: bool = False) -> None:
+    def __init__(self, directory: Path, *, resumed: bool = False, suffix: str = "") -> None:
         self._directory = directory
+        self._suffix = suffix
         self._writer: Any = None  # tensorboard has no types
         self._resumed = resumed
 
@@ -107,7 +109,7 @@ class EventFile:
             from tensorboard.compat.proto import event_pb2  # noqa: PLC0415 - an extra
             from tensorboard.summary.writer.event_file_writer import EventFileWriter  # noqa: PLC0415 - an extra
 
-            self._writer = EventFileWriter(str(self._directory))
+            self._writer = EventFileWriter(str(self._directory), filename_suffix=self._suffix)
             if self._resumed:
                 self._resumed = False
                 started = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
@@ -238,15 +240,20 @@ class TensorBoardSink:
             yield summary_pb2.Summary.Value(tag=tag, histo=summary_pb2.HistogramProto(**described))
 
 
-def _about(step: RecordedStep) -> Iterator[tuple[str, float]]:
+def _about(step: RecordedStep) -> list[tuple[str, float]]:
     """What ``steps.csv`` says of a step."""
-    tag = f"steps/{step.model}/" if step.model else "steps/"
-    if step.micro_steps is not None:
-        yield f"{tag}micro_steps", step.micro_steps
-    if not math.isnan(step.grad_scale):
-        yield f"{tag}grad_scale", step.grad_scale
-    yield f"{tag}skipped", step.skipped
-    yield f"{tag}complete", step.complete
+    numbers = {
+        "micro_steps": step.micro_steps,
+        "grad_scale": None if math.isnan(step.grad_scale) else step.grad_scale,
+        "skipped": step.skipped,
+        "complete": step.complete,
+    }
+    return [(step_tag(step.model, name), value) for name, value in numbers.items() if value is not None]
+
+
+def step_tag(model: str, column: str) -> str:
+    """The tag of a number of ``steps.csv``."""
+    return f"steps/{model}/{column}" if model else f"steps/{column}"
 
 
 def _describe(counts: Sequence[float]) -> dict[str, Any]:

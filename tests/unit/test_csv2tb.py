@@ -194,13 +194,13 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     assert series(done, "vp0:out/norm") == {0: 2, 2: 3}
     (faults,) = [one.faults for one in done.series]
     assert [fault.partition(": ")[::2] for fault in faults[:5]] == [
-        (str(torn), "its last line is unfinished: left out"),
-        (str(quoted), "its last line is unfinished: left out"),
-        (str(short), "2 lines have other cells than the header says: left out"),
-        (str(other), "is no file of a monitor (without vpp_stage, name, step): left out"),
-        (str(empty), "is no file of a monitor (without vpp_stage, name, step): left out"),
+        (str(torn), "left out: an unfinished line (line 4)"),
+        (str(quoted), "left out: an unfinished line (line 3)"),
+        (str(short), "left out: a line that does not fit the header (line 3 and 1 more)"),
+        (str(other), "left out: the whole file, which has no column `step` and `name`"),
+        (str(empty), "left out: the whole file, which has no column `step` and `name`"),
     ]
-    assert faults[5].startswith(f"{latin}: cannot be read from byte")
+    assert faults[5] == f"{latin}: left out: a line that is not UTF-8 (line 3)"
     assert done.notes() == faults
 
 
@@ -235,6 +235,45 @@ def test_chosen(tmp_path: Path) -> None:
     done = convert(tmp_path / FIRST)
     assert done.output.parent == tmp_path
     assert [one.kind for one in done.series] == ["actv", "grad_reduced"]
+
+
+def test_what_is_known_of_steps(tmp_path: Path) -> None:
+    """`steps.csv` is a kind of data too, under the tags that it has while a training runs."""
+    write(tmp_path / FIRST, "grad_reduced_0-1.csv", line(0, 1), line(1, 2))
+    head = "model,step,micro_steps,skipped,grad_scale,complete\n"
+    write(tmp_path / FIRST, "steps.csv", ",0,2,0,1024,1\n", "D,0,,1,,1\n", ",1,2,1,512,0\n", head=head)
+    done = convert(tmp_path)
+    assert [(one.kind, one.steps) for one in done.series] == [("grad_reduced", 2), ("steps", 2)]
+    found = {
+        tag: series(done, tag, "rank0/steps") for tag in accumulated(done.output / "rank0/steps").Tags()["scalars"]
+    }
+    assert {tag: values for tag, values in found.items() if not tag.startswith("nonfinite/")} == {
+        "steps/micro_steps": {0: 2, 1: 2},
+        "steps/skipped": {0: 0, 1: 1},
+        "steps/grad_scale": {0: 1024, 1: 512},
+        "steps/complete": {0: 1, 1: 0},
+        "steps/D/skipped": {0: 1},
+        "steps/D/complete": {0: 1},
+    }
+    assert [one.kind for one in convert(tmp_path, kinds=["steps"], output=tmp_path / "only").series] == ["steps"]
+
+
+def test_event_files_of_others(tmp_path: Path) -> None:
+    """They are neither removed nor mixed with what is converted; those of an earlier conversion are replaced."""
+    write(tmp_path / FIRST, "grad_reduced_0-0.csv", line(0, 1))
+    place = tmp_path / "there/rank0/grad_reduced"
+    place.mkdir(parents=True)
+    theirs = place / "events.out.tfevents.1764000000.host.1.0"
+    theirs.write_text("precious")
+    with pytest.raises(OutputError, match="event files that csv2tb has not made"):
+        convert(tmp_path, output=tmp_path / "there")
+    assert [path.name for path in place.iterdir()] == [theirs.name]
+    assert theirs.read_text() == "precious"
+    theirs.rename(tmp_path / theirs.name)
+    for value in (1, 2):
+        write(tmp_path / FIRST, "grad_reduced_0-0.csv", line(0, value))
+        assert series(convert(tmp_path, output=tmp_path / "there"), "vp0:fc/norm") == {0: value}
+        assert len(list(place.iterdir())) == 1
 
 
 def test_progress(tmp_path: Path) -> None:
@@ -273,7 +312,7 @@ def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         convert(root)
     assert "tensorboard --logdir" in live.value.hint
     other = write(write_into, "grad_reduced_0-0.csv", "1,2\n", head="time,loss\n")
-    with pytest.raises(NoRecordingError, match="without vpp_stage, name, step"):
+    with pytest.raises(NoRecordingError, match="which has no column `step` and `name`"):
         convert(root)
     assert [entry.name for entry in root.iterdir()] == [FIRST]
     other.write_text(HEAD + line(0, 1))
@@ -285,17 +324,3 @@ def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MissingExtraError) as extra:
         convert(root)
     assert "msmon[tensorboard]" in extra.value.hint
-
-
-def test_memory_is_that_of_a_step(tmp_path: Path) -> None:
-    """A file of many steps is never held whole."""
-    import tracemalloc
-
-    lines = [line(step, step, f"layers.{number}.weight") for step in range(200) for number in range(100)]
-    path = write(tmp_path / FIRST, "grad_reduced_0-199.csv", *lines)
-    convert(tmp_path, output=tmp_path / "warm")
-    tracemalloc.start()
-    convert(tmp_path, output=tmp_path / "again")
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < path.stat().st_size / 2

@@ -43,7 +43,7 @@ def test_exit_codes() -> None:
 def test_every_error_is_one_of_ours() -> None:
     """One base catches them all; a wrong argument is a TypeError as well."""
     classes = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
-    assert len(classes) == 8
+    assert len(classes) == 10
     assert all(issubclass(value, MsmonError) for value in classes)
     assert issubclass(ArgumentError, TypeError)
     assert MsmonError("what", hint="how").hint == "how"

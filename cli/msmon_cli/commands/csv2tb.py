@@ -9,11 +9,18 @@ from typing import Annotated
 import typer
 
 from msmon_cli import console
+from msmon_cli.values import usable_path
 
 
 def csv2tb(  # noqa: PLR0917 - Typer calls it by name
     directory: Annotated[
-        Path, typer.Argument(help="Output root of the runs, or one run directory.", metavar="DIR", show_default=False)
+        Path,
+        typer.Argument(
+            help="Output root of the runs, or one run directory.",
+            metavar="DIR",
+            show_default=False,
+            callback=usable_path,
+        ),
     ],
     first: Annotated[
         str,
@@ -35,7 +42,11 @@ def csv2tb(  # noqa: PLR0917 - Typer calls it by name
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="Where to. Default: {now}-csv2tensorboard_by_step in DIR.", show_default=False
+            "--output",
+            "-o",
+            help="Where to. Default: {now}-csv2tensorboard_by_step in DIR.",
+            show_default=False,
+            callback=usable_path,
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
@@ -68,7 +79,13 @@ def csv2tb(  # noqa: PLR0917 - Typer calls it by name
         console.show_warning(note)
     if as_json:
         series = [dataclasses.asdict(one) for one in done.series]
-        document = {"schema_version": 1, "output": str(done.output), "runs": done.runs, "series": series}
+        document = {
+            "schema_version": 1,
+            "output": str(done.output),
+            "runs": done.runs,
+            "series": series,
+            "faults": done.faults,
+        }
         console.show_json(document)
         return
     console.show_line(str(done.output))

@@ -8,13 +8,19 @@ from typing import Annotated
 import typer
 
 from msmon_cli import console
+from msmon_cli.values import usable_path
 
 
 def merge(
-    directory: Annotated[Path, typer.Argument(help="Output root of the run.", metavar="DIR", show_default=False)],
+    directory: Annotated[
+        Path,
+        typer.Argument(help="Output root of the run.", metavar="DIR", show_default=False, callback=usable_path),
+    ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Where to. Default: `merged` in DIR.", show_default=False),
+        typer.Option(
+            "--output", "-o", help="Where to. Default: `merged` in DIR.", show_default=False, callback=usable_path
+        ),
     ] = None,
     run: Annotated[
         str, typer.Option("--run", help="The run with this id: 2db450a0. Default: the latest.", show_default=False)
@@ -40,6 +46,8 @@ def merge(
     others = other_runs(directory, parsed.run) if parsed is not None and not run else []
     if parsed is not None and others:
         console.show_note(f"merged is the latest run, {parsed.run}; --run merges another: {', '.join(others)}")
+    for fault in merged.faults:
+        console.show_warning(fault)
     for kind, reason in sorted(merged.left_out.items()):
         console.show_note(f"{kind}: left out, {reason}")
     if as_json:
@@ -50,6 +58,7 @@ def merge(
                 "ranks": merged.ranks,
                 "rows": merged.rows,
                 "left_out": merged.left_out,
+                "faults": merged.faults,
             }
         )
         return

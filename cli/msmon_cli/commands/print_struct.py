@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from msmon_cli import console
+from msmon_cli.values import usable_path
 
 STDERR = 2
 """The file of that number, whatever ``sys.stderr`` is now."""
@@ -22,11 +23,23 @@ def print_struct(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Write the structure seen by rank 0 to this file too.", show_default=False),
+        typer.Option(
+            "--output",
+            "-o",
+            help="Write the structure seen by rank 0 to this file too.",
+            show_default=False,
+            callback=usable_path,
+        ),
     ] = None,
     read: Annotated[
         Path | None,
-        typer.Option("--read", "-r", help="Show a file that is there, instead of a run.", show_default=False),
+        typer.Option(
+            "--read",
+            "-r",
+            help="Show a file that is there, instead of a run.",
+            show_default=False,
+            callback=usable_path,
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead of the tree.")] = False,
 ) -> None:
@@ -48,11 +61,22 @@ def print_struct(
     path = read or _run(command or [])
     content = read_structure(path)
     if output is not None:
-        output.write_bytes(path.read_bytes())
+        _copy(path, output)
     if as_json:
         console.show_json(content)
     else:
         console.show_trees(as_trees(content))
+
+
+def _copy(path: Path, output: Path) -> None:
+    from msmon.errors import OutputError
+    from msmon.regular_file import read_regular
+
+    try:
+        output.write_bytes(read_regular(path))
+    except OSError as error:
+        hint = "choose another place with --output"
+        raise OutputError(f"cannot write `{output}` ({error.strerror or error})", hint=hint) from error
 
 
 def _run(command: list[str]) -> Path:

@@ -15,6 +15,7 @@ import typer
 from msmon.alerts.options import OnAlert  # noqa: TC001 - Typer reads the annotations
 from msmon.errors import ConfigError
 from msmon_cli import console
+from msmon_cli.values import usable_path, usable_text, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,7 +55,13 @@ def run(  # noqa: PLR0917 - Typer calls it by name
     ],
     config: Annotated[
         Path | None,
-        typer.Option("--config", "-c", help="A JSON configuration; options below go over it.", show_default=False),
+        typer.Option(
+            "--config",
+            "-c",
+            help="A JSON configuration; options below go over it.",
+            show_default=False,
+            callback=usable_path,
+        ),
     ] = None,
     weights: Annotated[
         bool, typer.Option("--weights", help="Weights before and after each step.", rich_help_panel=WHAT)
@@ -217,6 +224,7 @@ def run(  # noqa: PLR0917 - Typer calls it by name
             "-o",
             envvar="MONITOR_OUTPUT_DIR",
             help="Root of the output. Default: ./monitor_output.",
+            callback=usable_text,
             show_default=False,
             rich_help_panel=OUTPUT,
         ),
@@ -376,4 +384,5 @@ def _words(text: str) -> list[str]:
 
 
 def _rank(word: str) -> int | str:
-    return int(word) if word.isdigit() else word
+    number = whole_number(word)
+    return word if number is None else number

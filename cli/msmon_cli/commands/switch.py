@@ -8,9 +8,13 @@ from typing import Annotated
 import typer
 
 from msmon_cli import console
+from msmon_cli.values import usable_path
 
 File = Annotated[
-    Path, typer.Argument(help="The configuration of a run under DYNAMIC_MONITOR=True.", show_default=False)
+    Path,
+    typer.Argument(
+        help="The configuration of a run under DYNAMIC_MONITOR=True.", show_default=False, callback=usable_path
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 

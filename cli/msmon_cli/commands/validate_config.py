@@ -9,10 +9,13 @@ import typer
 
 from msmon.errors import ConfigError
 from msmon_cli import console
+from msmon_cli.values import usable_path
 
 
 def validate_config(
-    file: Annotated[Path | None, typer.Argument(help="The configuration to check.", show_default=False)] = None,
+    file: Annotated[
+        Path | None, typer.Argument(help="The configuration to check.", show_default=False, callback=usable_path)
+    ] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema instead.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Say what would be recorded.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,

@@ -1,0 +1,64 @@
+"""Values of options that more than one command takes: from text to a value, or to an error that names the option."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import typer  # noqa: TC002 - Typer reads the annotations
+
+from msmon.errors import OptionError
+
+_MOST_DIGITS = 18
+
+
+def usable_path(value: Path | None, param: typer.CallbackParam) -> Path | None:
+    """A path that a file could have, ``~`` and ``~name`` expanded.
+
+    Raises:
+        OptionError: No file can have it.
+    """
+    if value is None:
+        return None
+    hint = f"give {_named(param)} a path that a file can have"
+    try:
+        path = Path(value).expanduser()
+    except RuntimeError as error:
+        raise OptionError(f"no such place: `{_shortened(str(value))}` ({error})", hint=hint) from error
+    try:
+        os.lstat(path)
+    except ValueError as error:
+        raise OptionError(f"no such place: `{_shortened(str(value))}` ({error})", hint=hint) from error
+    except OSError as error:
+        if error.errno in {errno.ENAMETOOLONG, errno.ELOOP}:
+            raise OptionError(f"no such place: `{_shortened(str(value))}` ({error.strerror})", hint=hint) from error
+    return path
+
+
+def usable_text(value: str, param: typer.CallbackParam) -> str:
+    """The same for an option whose value is kept as text.
+
+    Raises:
+        OptionError: No file can have that path.
+    """
+    return str(usable_path(Path(value), param)) if value else value
+
+
+def whole_number(word: str) -> int | None:
+    """A whole number in plain digits; ``None`` for everything else, more than 18 digits included."""
+    return int(word) if word.isascii() and word.isdigit() and len(word) <= _MOST_DIGITS else None
+
+
+def wrong_value(option: str, word: str, expected: str, hint: str) -> OptionError:
+    """The error for a word that an option cannot have."""
+    return OptionError(f"{option}: `{_shortened(word)}` is {expected}", hint=hint)
+
+
+def _named(param: typer.CallbackParam) -> str:
+    longest = max(param.opts, key=len)
+    return longest if longest.startswith("-") else str(param.metavar or longest.upper())
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:60]}…{text[-15:]}"  # noqa: PLR2004 - a line of a terminal
