@@ -229,7 +229,7 @@ class Evaluator:
         self.rules = list(rules)
         self._rank, self._pp_stage = rank, pp_stage
         self._group_mates = tuple(group_mates) or (rank,)
-        self._known: dict[str, tuple[list[Row], tuple[str, ...], list[_Block]]] = {}
+        self._known: dict[tuple[str, bool], tuple[list[Row], tuple[str, ...], list[_Block]]] = {}
         self._skipped: dict[str, int] = {}
 
     def judge(self, step: RecordedStep, statistics: Sequence[str]) -> Findings:
@@ -239,7 +239,9 @@ class Evaluator:
             step: What was recorded.
             statistics: What the numbers of rows without ``features`` are.
         """
-        skipped = self._skipped[step.model] = (self._skipped.get(step.model, 0) + 1) if step.skipped else 0
+        if not step.supplement:
+            self._skipped[step.model] = (self._skipped.get(step.model, 0) + 1) if step.skipped else 0
+        skipped = self._skipped.get(step.model, 0)
         lenient = 0 < skipped <= SKIPS_TOLERATED
         found = []
         for block in self._blocks(step, tuple(statistics)):
@@ -271,9 +273,9 @@ class Evaluator:
             one.expected[places] = np.where(new, verdict.expected, one.expected[places])
 
     def _blocks(self, step: RecordedStep, statistics: tuple[str, ...]) -> list[_Block]:
-        known = self._known.get(step.model)
+        known = self._known.get((step.model, step.supplement))
         if known is None or known[0] != step.rows or known[1] != statistics:
-            known = self._known[step.model] = (step.rows, statistics, _split(step.rows, statistics))
+            known = self._known[step.model, step.supplement] = (step.rows, statistics, _split(step.rows, statistics))
         return known[2]
 
     def _anomaly(self, step: RecordedStep, one: _Found, row: int, micro_step: int) -> Anomaly:
@@ -284,7 +286,7 @@ class Evaluator:
             micro_step=micro_step,
             pp_stage=self._pp_stage,
             vpp_stage=described.stage,
-            call_id=int(one.block.positions[row]),
+            call_id=step.first + int(one.block.positions[row]),
             name=described.name,
             kind=described.kind,
             signals=tuple(self._signal(one, row, c) for c in np.nonzero(one.rule[row] >= 0)[0].tolist()),

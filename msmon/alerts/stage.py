@@ -70,6 +70,8 @@ class Alerts:
     def _judge(self, step: RecordedStep, statistics: Sequence[str]) -> None:
         findings = self._evaluator.judge(step, statistics)
         if not len(findings):
+            if step.supplement:
+                return
             self._streak[step.model] = 0
             self._said.pop(step.model, None)
             return

@@ -1,14 +1,18 @@
 """From calls of ``optimizer.step`` to training steps.
 
 A model may be trained by several optimizers (one for matrices and one for the rest, an actor and a critic in one
-module, one per parameter). A *round* holds at most one step of each parameter; it is one training step. It ends when
-every optimizer that stepped lately, and that holds none of the parameters that stepped, has stepped as well, or when
-one steps that holds such a parameter. So the number of rounds is the number of steps of the optimizer that steps most
-often; optimizers that take turns on the same parameters make a round each.
+module, one per parameter), each from any step on and as often as it likes. A *round* holds at most one step of each
+parameter; it is one training step.
+
+What tells rounds apart is backward passes. A step that no backward pass has preceded since the step before belongs to
+the round of that, also when that round has ended already. A step after a backward pass begins a new round, unless its
+optimizer is one that has a backward pass of its own within a round (a generator after its discriminator), and comes
+after those that have stepped, as it did before. So optimizers that take turns on the same parameters make a round each.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,6 +20,21 @@ if TYPE_CHECKING:
 
 _MEMORY = 16
 """Rounds after which an optimizer that no longer steps is not waited for."""
+
+
+@dataclass
+class _Known:
+    """An optimizer.
+
+    Attributes:
+        held: Its parameters.
+        last: The last round in which it stepped.
+        own_pass: Whether a backward pass came between it and the step before it in its round; ``None``: not known yet.
+    """
+
+    held: frozenset[int]
+    last: int | None = None
+    own_pass: bool | None = None
 
 
 class Rounds:
@@ -28,28 +47,65 @@ class Rounds:
     def __init__(self, first: int = 0) -> None:
         self.step = first
         self.open = False
-        self._stepped: set[int] = set()
+        self._known: dict[int, _Known] = {}
+        self._order: list[int] = []  # in which they step in a round
+        self._place: dict[int, int] = {}  # of each in that order
+        self._stepped: list[int] = []
         self._touched: set[int] = set()
         self._awaited: list[int] = []
-        self._last: dict[int, int] = {}
-        self._held: dict[int, frozenset[int]] = {}
+        self._passed = False  # a backward pass has begun since the last step
+        self._ended: tuple[list[int], set[int]] = [], set()  # who stepped in the round before, and on what
 
     def know(self, optimizer: int, parameters: Iterable[int] = ()) -> None:
         """An optimizer of this model exists, or now holds these parameters.
 
         The first round waits for it, later ones only if it ever stepped.
         """
-        self._held[optimizer] = frozenset(parameters)
+        held = frozenset(parameters)
+        if optimizer in self._known:
+            self._known[optimizer].held = held
+        else:
+            self._known[optimizer] = _Known(held)
 
     def forget(self, optimizer: int) -> None:
         """An optimizer is gone; another may get its number."""
-        self._held.pop(optimizer, None)
-        self._last.pop(optimizer, None)
-        self._stepped.discard(optimizer)
+        self._known.pop(optimizer, None)
+        for members in (self._order, self._stepped, self._ended[0], self._awaited):
+            if optimizer in members:
+                members.remove(optimizer)
+        self._place = {other: place for place, other in enumerate(self._order)}
+
+    def backward_begins(self) -> bool:
+        """A backward pass begins.
+
+        Returns:
+            Whether the round under way can be closed: those that it still waits for come right after the others, or not.
+        """
+        self._passed = True
+        if not self.open:
+            return False
+        self._awaited = [other for other in self._awaited if self._known[other].own_pass is not False]
+        return not self._awaited
 
     def would_repeat(self, optimizer: int) -> bool:
         """Whether a step of this optimizer belongs to the next round: close the one under way first."""
-        return optimizer in self._stepped or not self._held.get(optimizer, frozenset()).isdisjoint(self._touched)
+        if optimizer in self._stepped or not self._held(optimizer).isdisjoint(self._touched):
+            return True
+        return self.open and self._passed and self._comes_before(optimizer, self._stepped)
+
+    def joins_ended(self, optimizer: int) -> bool:
+        """Whether a step of this optimizer belongs to the round that has ended, and none has begun since."""
+        stepped, touched = self._ended
+        if self.open or self._passed or not stepped:
+            return False
+        return optimizer not in stepped and self._held(optimizer).isdisjoint(touched)
+
+    def joined(self, optimizer: int) -> None:
+        """An optimizer has stepped, and that belongs to the round that has ended."""
+        stepped, touched = self._ended
+        self._note(optimizer, stepped, self.step - 1)
+        stepped.append(optimizer)
+        touched |= self._held(optimizer)
 
     def stepped(self, optimizer: int) -> bool:
         """An optimizer has stepped.
@@ -57,20 +113,54 @@ class Rounds:
         Returns:
             Whether the round is complete, so that it can be closed at once.
         """
+        self._note(optimizer, self._stepped, self.step)
         if not self.open:
             self.open = True
-            lately = [other for other, step in self._last.items() if step >= self.step - _MEMORY]
-            self._awaited = lately or list(self._held)
-        self._stepped.add(optimizer)
-        self._touched |= self._held.get(optimizer, frozenset())
+            self._awaited = self._expected(optimizer)
+        self._stepped.append(optimizer)
+        self._touched |= self._held(optimizer)
         while self._awaited and self._cannot_join(self._awaited[-1]):
             self._awaited.pop()
         return not self._awaited
 
-    def _cannot_join(self, optimizer: int) -> bool:
-        return optimizer not in self._held or self.would_repeat(optimizer)
-
     def close(self) -> None:
         """End the round under way and go on to the next step."""
-        self._last.update(dict.fromkeys(self._stepped, self.step))
-        self._stepped, self._touched, self.open, self.step = set(), set(), False, self.step + 1
+        self._ended = self._stepped, self._touched
+        self._stepped, self._touched, self.open, self.step = [], set(), False, self.step + 1
+
+    def _held(self, optimizer: int) -> frozenset[int]:
+        known = self._known.get(optimizer)
+        return frozenset() if known is None else known.held
+
+    def _note(self, optimizer: int, before: list[int], step: int) -> None:
+        """Learn from a step: its place among the others, and whether it has a backward pass of its own."""
+        known = self._known.setdefault(optimizer, _Known(frozenset()))
+        known.last = step
+        if before:
+            known.own_pass = self._passed
+        if optimizer not in self._place:
+            place = self._place.get(before[-1], -1) + 1 if before else 0
+            self._order.insert(place, optimizer)
+            for later in range(place, len(self._order)):
+                self._place[self._order[later]] = later
+        self._passed = False
+
+    def _comes_before(self, optimizer: int, others: Iterable[int]) -> bool:
+        place = self._place.get(optimizer)
+        return place is not None and any(self._place.get(other, -1) > place for other in others)
+
+    def _expected(self, first: int) -> list[int]:
+        """Those that a round, begun by this optimizer, waits for."""
+        if not self._ended[0]:
+            return list(self._known)  # the first round
+        place = self._place[first]
+        return [
+            other
+            for other, known in self._known.items()
+            if known.last is not None
+            and known.last >= self.step - (_MEMORY if known.own_pass else 1)
+            and self._place[other] > place
+        ]
+
+    def _cannot_join(self, optimizer: int) -> bool:
+        return optimizer not in self._known or self.would_repeat(optimizer)

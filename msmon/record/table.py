@@ -70,6 +70,8 @@ class StepTable:
         micro_steps: How many backward passes reached the model in this step; ``None`` when nothing counted them.
         skipped: Whether the optimizer step was skipped; a fused optimizer says so through ``found_inf``.
         complete: False for the step that a crash or the end of the run cut short.
+        supplement: Whether these are further rows of a step whose table has gone already.
+        first: How many rows of the step have gone before.
     """
 
     model: str
@@ -81,3 +83,5 @@ class StepTable:
     micro_steps: int | None = None
     skipped: bool = False
     complete: bool = True
+    supplement: bool = False
+    first: int = 0

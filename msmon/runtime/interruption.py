@@ -21,6 +21,16 @@ def from_signal_handler(error: BaseException) -> bool:
     return False
 
 
+def pass_on(error: BaseException) -> None:
+    """Raise what the script's own signal handler has raised: a ``TimeoutError`` of its looks like a fault of a file.
+
+    Raises:
+        BaseException: ``error``, if it came from there.
+    """
+    if from_signal_handler(error):
+        raise error
+
+
 def _code_of(handler: object) -> CodeType | None:
     while isinstance(handler, functools.partial):
         handler = handler.func

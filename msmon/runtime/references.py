@@ -32,7 +32,9 @@ class IdentityTable(Generic[K, V]):
         if len(self._entries) >= self._purge_at:
             for number, entry in list(self._entries.items()):
                 if entry[0]() is None:
-                    del self._entries[number]
+                    removed = self._entries.pop(number, entry)
+                    if removed is not entry:  # another thread has just noted a new object with this identity
+                        self._entries.setdefault(number, removed)
             self._purge_at = max(_FEWEST, 2 * len(self._entries))
 
     @overload

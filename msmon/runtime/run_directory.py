@@ -20,6 +20,7 @@ from msmon.runtime.interruption import from_signal_handler
 
 if sys.platform != "win32":
     import fcntl
+from msmon.runtime.interruption import pass_on
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -199,7 +200,8 @@ def _take_lock(directory: Path) -> int | None:
     except (BlockingIOError, PermissionError) as error:
         os.close(descriptor)
         raise _TakenError from error
-    except OSError:  # this file system has no locks
+    except OSError as error:  # this file system has no locks
+        pass_on(error)
         os.close(descriptor)
         return None
     return descriptor
@@ -264,7 +266,8 @@ def _time_of(name: DirectoryName, directory: Path, started: float | None) -> flo
     if near is None:
         try:
             near = directory.stat().st_mtime
-        except OSError:
+        except OSError as error:
+            pass_on(error)
             near = time.time()
     year = time.localtime(near).tm_year
     texts = [f"{candidate}-{month + 1:02}-{rest}" for candidate in (year - 1, year, year + 1)]
@@ -323,7 +326,8 @@ def replace_file(path: Path, text: str) -> None:
     try:
         beside.write_text(text, encoding="utf-8", errors="backslashreplace")  # a lone surrogate becomes JSON's escape
         beside.replace(path)
-    except OSError:
+    except OSError as error:
+        pass_on(error)
         beside.unlink(missing_ok=True)
         raise
 
@@ -333,7 +337,8 @@ def read_run_file(directory: Path) -> dict[str, Any] | None:
     path = directory / RUN_FILE
     try:
         content = json.loads(read_regular(path))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError) as error:
+        pass_on(error)
         return None
     return content if isinstance(content, dict) else None
 

@@ -181,6 +181,8 @@ def _arrived(table: StepTable) -> RecordedStep:
         skipped=table.skipped or extras.get("found_inf", 0.0) > 0,
         grad_scale=extras.get("grad_scale", float("nan")),
         complete=table.complete,
+        supplement=table.supplement,
+        first=table.first,
     )
 
 

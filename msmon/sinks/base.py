@@ -27,6 +27,8 @@ class RecordedStep:
         skipped: Whether the optimizer step was skipped.
         grad_scale: Loss scale of the step, NaN without one.
         complete: Whether the step came to its end.
+        supplement: Whether these are further rows of a step that was written already.
+        first: How many rows of the step were written before.
     """
 
     model: str
@@ -37,6 +39,8 @@ class RecordedStep:
     skipped: bool
     grad_scale: float
     complete: bool
+    supplement: bool = False
+    first: int = 0
 
     def lines(self, width: int) -> Iterator[tuple[Row, list[float]]]:
         """Each row with its numbers: those of its ``features``, or of the run's statistics.

@@ -71,10 +71,10 @@ class CsvSink:
                 self._append((kind, *header), path, header, lines)
             except OSError as error:
                 failure = failure or error
-        if failure is None:
-            self._append((STEPS_FILE,), self._directory / STEPS_FILE, _STEPS_HEADER, [self._step_line(step)])
-        else:
+        if failure is not None:
             raise failure
+        if not step.supplement:
+            self._append((STEPS_FILE,), self._directory / STEPS_FILE, _STEPS_HEADER, [self._step_line(step)])
 
     def close(self) -> None:
         """Nothing is held open between steps."""
@@ -92,7 +92,7 @@ class CsvSink:
         """The lines of each kind and header. Runs beside the training, and so does as little as it can for a row."""
         found: dict[tuple[str, tuple[str, ...]], list[list[object]]] = {}
         short = dataclasses.replace(step, numbers=round_numbers(step.numbers, self._ndigits))
-        for order, (row, values) in enumerate(short.lines(len(self._statistics))):
+        for order, (row, values) in enumerate(short.lines(len(self._statistics)), step.first):
             if row.is_histogram:
                 continue
             cells: list[object] = [row.stage, row.name, step.step]

@@ -203,7 +203,7 @@ class TensorBoardSink:
         """
         values: list[Any] = []
         by_kind: dict[str, Scalars] = {}
-        for order, (row, numbers) in enumerate(step.lines(len(self._statistics))):
+        for order, (row, numbers) in enumerate(step.lines(len(self._statistics)), step.first):
             if row.is_histogram:
                 values += self._histogram(row, numbers)
             elif not self._histograms_only:

@@ -79,6 +79,8 @@ class RoundsMachine(RuleBasedStateMachine):
         self.held: dict[int, frozenset[int]] = {}
         self.members: set[int] = set()
         self.touched: set[int] = set()
+        self.before: set[int] = set()
+        self.touched_before: set[int] = set()
         self.under_way = False
         self.closed = 0
         self.counts: dict[int, int] = {}
@@ -94,6 +96,7 @@ class RoundsMachine(RuleBasedStateMachine):
         """One is gone."""
         self.held.pop(optimizer, None)
         self.members.discard(optimizer)
+        self.before.discard(optimizer)
         self.counts.pop(optimizer, None)
         self.rounds.forget(optimizer)
 
@@ -102,8 +105,16 @@ class RoundsMachine(RuleBasedStateMachine):
         """One steps, as a session tells it."""
         mine = self.held.setdefault(optimizer, frozenset())
         self.rounds.know(optimizer, mine)
+        if self.rounds.joins_ended(optimizer):
+            assert not self.under_way
+            assert optimizer not in self.before, "a round never holds an optimizer twice"
+            assert not mine & self.touched_before, "nor a parameter"
+            self.rounds.joined(optimizer)
+            self.before.add(optimizer)
+            self.touched_before |= mine
+            return
         if self.rounds.would_repeat(optimizer):
-            assert optimizer in self.members or mine & self.touched
+            assert self.members
             self.close()
         assert optimizer not in self.members, "a round never holds an optimizer twice"
         assert not mine & self.touched, "nor a parameter"
@@ -114,7 +125,15 @@ class RoundsMachine(RuleBasedStateMachine):
         if self.rounds.stepped(optimizer):
             self.close()
 
+    @rule()
+    def backward(self) -> None:
+        """A backward pass."""
+        if self.rounds.backward_begins():
+            assert self.under_way
+            self.close()
+
     def close(self) -> None:
+        self.before, self.touched_before = self.members, self.touched
         before = self.rounds.step
         self.rounds.close()
         assert self.rounds.step == before + 1
@@ -140,11 +159,14 @@ def test_rounds_of_regular_trainings(others: list[tuple[int, bool]], iterations:
     """
     rounds = Rounds()
     for optimizer in range(len(others) + 1):
-        rounds.know(optimizer)
+        rounds.know(optimizer, {optimizer})
     made = 0
 
     def step(optimizer: int) -> None:
         nonlocal made
+        if rounds.joins_ended(optimizer):
+            rounds.joined(optimizer)
+            return
         if rounds.would_repeat(optimizer):
             rounds.close()
             made += 1
@@ -153,6 +175,9 @@ def test_rounds_of_regular_trainings(others: list[tuple[int, bool]], iterations:
             made += 1
 
     for iteration in range(iterations):
+        if rounds.backward_begins():
+            rounds.close()
+            made += 1
         for number, (every, ahead) in enumerate(others, start=1):
             if ahead and iteration % every == 0:
                 step(number)

@@ -126,69 +126,72 @@ def test_targets_that_match_nothing() -> None:
     assert unmatched["zzzzzzz"] == []
 
 
-def run_rounds(events: str, known: str = "") -> list[tuple[int, str]]:
-    """The rounds that a sequence of optimizer steps makes: number, and who stepped in it."""
-    rounds, made, members = Rounds(), [], ""
-    for optimizer in known:
-        rounds.know(ord(optimizer))
-    for optimizer in events:
-        if rounds.would_repeat(ord(optimizer)):
-            made.append((rounds.step, members))
+def run_rounds(events: str, held: dict[str, set[int]]) -> list[str]:
+    """Who steps in each round of a sequence of optimizer steps; ``-`` stands for a backward pass."""
+    rounds, made = Rounds(), [""]
+    for optimizer, parameters in held.items():
+        rounds.know(ord(optimizer), parameters)
+    for event in events:
+        optimizer = ord(event)
+        if event == "-":
+            ended = rounds.backward_begins()
+        elif rounds.joins_ended(optimizer):
+            rounds.joined(optimizer)
+            made[-2] += event
+            continue
+        else:
+            ended = rounds.would_repeat(optimizer)
+        if ended:
             rounds.close()
-            members = ""
-        members += optimizer
-        if rounds.stepped(ord(optimizer)):
-            made.append((rounds.step, members))
-            rounds.close()
-            members = ""
-    if rounds.open:
-        made.append((rounds.step, members))
-    return made
+            made.append("")
+        if event != "-":
+            made[-1] += event
+            if rounds.stepped(optimizer):
+                rounds.close()
+                made.append("")
+    assert rounds.step + rounds.open == len([members for members in made if members])
+    return [members for members in made if members]
 
 
 @pytest.mark.parametrize(
     ("events", "known", "members"),
     [
-        ("AAA", "A", ["A", "A", "A"]),
-        ("ABABAB", "AB", ["AB", "AB", "AB"]),  # two optimizers of one model
-        ("ABAABA", "AB", ["AB", "A", "AB", "A"]),  # every second step
-        ("AABAAB", "AB", ["A", "A", "BA", "AB"]),  # one that begins late is in the next round the first time
-        ("BAAAABAAAA", "AB", ["BA", "A", "A", "AB", "A", "A", "A", "A"]),  # a critic ahead of four others
-        ("AAAA", "AB", ["A", "A", "A", "A"]),  # one that never steps is not waited for
-        ("ABCABC", "ABC", ["ABC", "ABC"]),
-        ("ABAB", "A", ["A", "BA", "B"]),  # one that comes to life unseen: the first round did not wait
-        ("", "AB", []),
+        ("-A-A-A", "A", "A A A"),
+        ("AAA", "A", "A A A"),  # without a backward pass
+        ("-AB-AB-AB", "AB", "AB AB AB"),  # two optimizers of one model
+        ("-A-B-A-B-A-B", "AB", "AB AB AB"),  # each with a backward pass of its own
+        ("-AB-A-AB-A-AB", "AB", "AB A AB A AB"),  # every second step
+        ("-BA-A-BA-A-BA", "AB", "BA A BA A BA"),  # the same, ahead of the other
+        ("-A-A-AB-AB", "AB", "A A AB AB"),  # one that begins late
+        ("-A-A-BA-BA", "AB", "A A BA BA"),  # the same, ahead of the other
+        ("-A-AB-AB", "A", "A AB AB"),  # one that comes to life unseen
+        ("-AB" + "-A" * 19 + "-AB" + "-A" * 19, "AB", "AB" + " A" * 19 + " AB" + " A" * 19),  # every twentieth step
+        ("-B-A-A-A-A-B-A-A-A-A", "AB", "BA A A A BA A A A"),  # a critic ahead of four others
+        ("-A-A-A-A", "AB", "A A A A"),  # one that never steps is not waited for
+        ("-ABC-ABC", "ABC", "ABC ABC"),
+        ("-ABCD-ABCD", "", "ABCD ABCD"),  # all made within the first step
+        ("ABAB", "AB", "AB AB"),
+        ("", "AB", ""),
     ],
 )
-def test_rounds(events: str, known: str, members: list[str]) -> None:
-    """A training step holds at most one step of each optimizer that is at work."""
-    assert run_rounds(events, known) == list(enumerate(members))
+def test_rounds(events: str, known: str, members: str) -> None:
+    """A training step holds at most one step of each optimizer, and those that use the gradients of the same passes."""
+    assert run_rounds(events, {optimizer: {ord(optimizer)} for optimizer in known}) == members.split()
 
 
 @pytest.mark.parametrize(
     ("events", "held", "members"),
     [
-        ("AABBAA", {"A": {1, 2}, "B": {1, 2}}, ["A", "A", "B", "B", "A", "A"]),  # phases over the same parameters
-        ("ABAB", {"A": {1, 2}, "B": {2, 3}}, ["A", "B", "A", "B"]),  # two tasks around one encoder
-        ("ABCABC", {"A": {1}, "B": {2}, "C": {1, 2}}, ["AB", "C", "AB", "C"]),
-        ("AACCBB", {"A": {1}, "B": {2}, "C": {1}}, ["A", "A", "C", "C", "B", "B"]),
-        ("CABA", {"A": {1}, "B": {2}, "C": set()}, ["CAB", "A"]),
+        ("AABBAA", {"A": {1, 2}, "B": {1, 2}}, "A A B B A A"),  # phases over the same parameters
+        ("ABAB", {"A": {1, 2}, "B": {2, 3}}, "A B A B"),  # two tasks around one encoder
+        ("ABCABC", {"A": {1}, "B": {2}, "C": {1, 2}}, "AB C AB C"),
+        ("AACCBB", {"A": {1}, "B": {2}, "C": {1}}, "A A C CB B"),
+        ("-A-A-C-C-B-B", {"A": {1}, "B": {2}, "C": {1}}, "A A C C B B"),
     ],
 )
-def test_rounds_of_shared_parameters(events: str, held: dict[str, set[int]], members: list[str]) -> None:
+def test_rounds_of_shared_parameters(events: str, held: dict[str, set[int]], members: str) -> None:
     """A training step holds at most one step of each parameter, and waits for no optimizer that cannot be part of it."""
-    rounds, made = Rounds(), [""]
-    for optimizer, parameters in held.items():
-        rounds.know(ord(optimizer), parameters)
-    for optimizer in events:
-        if rounds.would_repeat(ord(optimizer)):
-            rounds.close()
-            made.append("")
-        made[-1] += optimizer
-        if rounds.stepped(ord(optimizer)):
-            rounds.close()
-            made.append("")
-    assert [members for members in made if members] == members
+    assert run_rounds(events, held) == members.split()
 
 
 def test_rounds_forget_the_dead() -> None:
@@ -209,15 +212,18 @@ def test_rounds_forget_the_dead() -> None:
 
 
 def test_rounds_stop_waiting() -> None:
-    """An optimizer that has not stepped for long is not waited for: the round closes with the others."""
+    """One that has a backward pass of its own and has not stepped for long is not waited for any more."""
     rounds = Rounds()
     for optimizer in (1, 2):
-        rounds.know(optimizer)
-    assert not rounds.stepped(1)
-    assert rounds.stepped(2)
+        rounds.know(optimizer, {optimizer})
+    for optimizer in (1, 2):
+        rounds.backward_begins()
+        complete = rounds.stepped(optimizer)
+    assert complete
     rounds.close()
     waited = 0
     while not rounds.stepped(1):
+        assert not rounds.backward_begins()
         rounds.close()
         waited += 1
     assert waited == 16

@@ -62,6 +62,8 @@ class WatchedModule:
         calls: Forwards so far in the micro-batch ``micro_step``.
         epoch: Backward passes that the model had seen at its last forward.
         calls_before: Of ``calls`` those before the last of these.
+        settled: Of ``calls`` those before the last optimizer stepped, as of its last forward.
+        period: Steps of optimizers that it had seen then.
         without_graph: Forwards inside reentrant checkpointing, whose graph is made when they are computed again.
     """
 
@@ -73,6 +75,8 @@ class WatchedModule:
     calls: int = 0
     epoch: int = 0
     calls_before: int = 0
+    settled: int = 0
+    period: int = 0
     without_graph: list[Call] = field(default_factory=list)
 
     def named_as(self, other: WatchedModule) -> WatchedModule:
@@ -89,6 +93,7 @@ class Call:
         module: Which.
         micro_step: Backward passes that the step has seen before it.
         number: Forwards of this module before it in this micro-batch.
+        period: Steps of optimizers before it.
         again: Whether it computes again what a checkpoint has thrown away: only its graph is of interest.
         elements: Of each side, for each of its tensors, the position of the argument or item that holds it.
         suffixes: Of each side, what the names of its tensors' rows end in.
@@ -104,6 +109,7 @@ class Call:
     module: WatchedModule
     micro_step: int
     number: int
+    period: int = 0
     again: bool = False
     ignored: bool = False
     handled: int = 0
@@ -244,6 +250,8 @@ class ModuleCalls:
         self._pass_reached: Callable[[], int] = lambda: 0
         self._trains: Callable[[], bool] = lambda: True
         self._thread = _Thread()
+        self._period = 0
+        self._recent: list[Call] = []
         self._written: list[_Written] = []
         self._partial: dict[tuple[int, int], tuple[Call, int, Tensor | None, int]] = {}
         self._guard = Guard("looking at modules")
@@ -356,14 +364,30 @@ class ModuleCalls:
         """The same, as the ledger of the one who made this calls it."""
         self.undo()
 
-    def step_is_over(self) -> None:
-        """The next forward is the first of its step; what an exception left under way is forgotten."""
+    def settle(self) -> None:
+        """An optimizer has stepped."""
+        self._period += 1
+
+    def step_is_over(self, *, repeated: bool = False) -> None:
+        """The next forward is the first of its step; what an exception left under way is forgotten.
+
+        Args:
+            repeated: Forwards since the last optimizer stepped are the first of the next step.
+        """
+        for call in self._recent:
+            if repeated and call.period == self._period:
+                call.number -= call.module.settled
+        self._recent.clear()
         self._looked = False
         self._written.clear()
         self._thread.calls.clear()
         self._thread.regions.clear()
         for watched in self._modules.values():
-            watched.micro_step = -1
+            if repeated and watched.period == self._period:
+                watched.calls, watched.calls_before = watched.calls - watched.settled, 0
+            else:
+                watched.micro_step = -1
+            watched.settled = 0
             watched.without_graph.clear()
 
     def pass_begins(self) -> None:
@@ -458,8 +482,13 @@ class ModuleCalls:
             watched.micro_step, watched.calls, watched.calls_before = micro_step, 0, 0
         if watched.epoch != self._epoch:
             watched.epoch, watched.calls_before = self._epoch, watched.calls
+        if watched.period != self._period:
+            watched.period, watched.settled = self._period, watched.calls
         watched.calls += 1
-        return Call(watched, micro_step, watched.calls - 1)
+        call = Call(watched, micro_step, watched.calls - 1, self._period)
+        if watched.settled:
+            self._recent.append(call)
+        return call
 
     def _ends(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ANN401 - whatever a module returns
         del args, kwargs

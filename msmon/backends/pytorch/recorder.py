@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from msmon.backends.pytorch.devices import Arriving, accumulation_dtype
 from msmon.record.table import Row, StepTable
 
@@ -12,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     import numpy as np
-    import torch
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -51,7 +52,24 @@ class StepRecorder:
         dtype = accumulation_dtype(value.device)
         self._extras[name] = value.detach().reshape(1).to(dtype, copy=True)
 
-    def finish(self, model: str, step: int, micro_steps: int | None, *, complete: bool = True) -> StepTable:
+    def drop(self, names: set[tuple[int, str]], *, but: str) -> None:
+        """Take rows out again, by their stage and name, unless they are of the kind ``but``."""
+        for place, (rows, numbers) in enumerate(self._added):
+            kept = [number for number, row in enumerate(rows) if row.kind == but or (row.stage, row.name) not in names]
+            if len(kept) < len(rows):
+                lines = torch.cat([part.reshape(-1) for part in numbers]).reshape(len(rows), -1)
+                self._added[place] = [rows[number] for number in kept], [lines[kept]]
+
+    def finish(
+        self,
+        model: str,
+        step: int,
+        micro_steps: int | None,
+        *,
+        complete: bool = True,
+        supplement: bool = False,
+        first: int = 0,
+    ) -> StepTable:
         """Start the one packed copy to the host, and hand everything over."""
         rows = [row for added, _ in self._added for row in added]
         parts = [part.reshape(-1) for _, numbers in self._added for part in numbers]
@@ -67,6 +85,8 @@ class StepRecorder:
             micro_steps=micro_steps,
             skipped=self.skipped,
             complete=complete,
+            supplement=supplement,
+            first=first,
         )
 
 

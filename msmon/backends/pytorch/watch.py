@@ -19,7 +19,7 @@ from msmon.backends.pytorch.recorder import StepRecorder, describe
 from msmon.backends.pytorch.roots import optimizer_parameters
 from msmon.backends.pytorch.taps import weights
 from msmon.backends.pytorch.taps.communication import CommunicationTap
-from msmon.backends.pytorch.taps.gradients import GradientTap
+from msmon.backends.pytorch.taps.gradients import UNREDUCED, GradientTap
 from msmon.backends.pytorch.taps.modules import ModuleTaps, named_modules, wants_modules
 from msmon.backends.pytorch.taps.optimizer_state import OptimizerStateTap
 from msmon.backends.pytorch.taps.reduction import Reduction
@@ -38,7 +38,7 @@ from msmon.stats.definitions import Statistic
 TapT = TypeVar("TapT", WeightTap, GradientTap, OptimizerStateTap, DirectionTap, UpdateTap, CommunicationTap)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
     from torch.nn import Module
@@ -74,6 +74,32 @@ class _OptimizerInUse:
     held: set[int] = field(default_factory=set)
     unhooked: list[WatchedParameter] = field(default_factory=list)
     state_was_loaded: bool | None = None
+
+
+@dataclass
+class _Ended:
+    """The training step that has ended last, while another optimizer's step may still belong to it.
+
+    Attributes:
+        step: Its number.
+        config: What it was recorded under.
+        collected: Whether it was.
+        rows: How many rows of it have gone.
+    """
+
+    step: int
+    config: MonitorConfig
+    collected: bool
+    rows: int
+
+
+@dataclass
+class _Joining:
+    """What the training step to come has so far, while a step that belongs to the one before is under way."""
+
+    recorder: StepRecorder
+    collecting: bool
+    listening: bool
 
 
 class Watch:
@@ -127,6 +153,10 @@ class Watch:
         self._optimizers: dict[int, _OptimizerInUse] = {}
         self._unstepped: dict[int, _OptimizerInUse] = {}
         self._recorder = StepRecorder()
+        self._ended: _Ended | None = None
+        self._joining: _Joining | None = None
+        self._unheld = StepRecorder()
+        self._held_by_none: dict[int, WatchedParameter] = {}  # those of no optimizer, in the step under way or ended
         self._backward: tuple[str, int] | None = None
         self._settled_passes = 0
         self._open_passes = 0
@@ -211,7 +241,7 @@ class Watch:
             self.rounds.forget(number)
         self.described = False
         if self._named_at != self.rounds.step:  # layers inserted or deleted between two optimizers have others' names
-            self._look_at_names()
+            self._look_at_names(optimizer_parameters(optimizer))
         before = self._optimizers.get(id(optimizer))
         entry = _OptimizerInUse(weakref.ref(optimizer))
         if before is not None and before.reference() is optimizer:
@@ -271,7 +301,7 @@ class Watch:
             entry.unhooked = [watched for watched in entry.unhooked if not watched.parameter.requires_grad]
         return entry
 
-    def _look_at_names(self) -> None:
+    def _look_at_names(self, in_use: Sequence[Tensor]) -> None:
         """Parameters have the names that they have in the models now; none has one that another has."""
         self._named_at, self.described = self.rounds.step, False
         now = Inventory()
@@ -279,33 +309,30 @@ class Watch:
             root = reference()
             if root is not None:
                 now.take(root, self.adapter, naming, self._selection)
+        held = itertools.chain(in_use, *map(optimizer_parameters, self.optimizers))
+        self._let_go({*now.by_id, *map(id, held)})
         changed = self.inventory.rename(now)
         if changed:
             if self.modules is not None:
                 self.modules.look_again()
             self.renamed.append({"step": self.rounds.step, "names": changed})
             before, after = next(iter(changed.items()))
-            log.say(
-                f"{len(changed)} parameters have other names from step {self.rounds.step} on: {before} is {after} now, ..."
-            )
+            count = f"{len(changed)} parameters have other names from step {self.rounds.step} on"
+            log.say(f"{count}: {before} is {after} now, ...")
 
-    def _take_new(self, parameters: Sequence[Tensor]) -> None:
-        self._look_at_names()
-        self.inventory.take_bare(parameters, _BARE_NAMES, self._selection)
-        in_use = [*self._held_by_models(), *(p for other in self.optimizers for p in optimizer_parameters(other))]
-        gone = self.inventory.keep_only({id(parameter) for parameter in in_use})
+    def _let_go(self, in_use: set[int]) -> None:
+        """Of parameters that neither a model nor an optimizer has any more, such as those of a head that was replaced."""
+        gone = self.inventory.keep_only(in_use)
         for handle in [watched.handle for watched in gone if watched.handle is not None]:
             self.ledger.release(handle)
         if self.gradients is not None and gone:
             self.gradients.forget({id(watched.parameter) for watched in gone}, forever=True)
+
+    def _take_new(self, parameters: Sequence[Tensor]) -> None:
+        self._look_at_names(parameters)
+        self.inventory.take_bare(parameters, _BARE_NAMES, self._selection)
         if self.modules is not None:
             self.modules.look_again()
-
-    def _held_by_models(self) -> Iterator[Tensor]:
-        for reference in self.roots:
-            root = reference()
-            if root is not None:
-                yield from (found.parameter for found in self.adapter.parameters(root))
 
     # What happens
 
@@ -313,16 +340,26 @@ class Watch:
         """New parameters are hooked; rows of gradients that were thrown away are forgotten."""
         if self.modules is not None:
             self.modules.backward_begins()
+        if not (self._inside_step or self._step_under_way):  # else it is a closure's
+            self._part_with_ended()
+            if self.rounds.backward_begins():
+                self.close_round(repeated=True)
         if not self.listening or self._inside_step:
             return
         for optimizer in self.optimizers:
             self._refresh(optimizer)
+        self._hook_unheld()
         if (
             self.gradients is not None
             and self._open_passes
             and self.gradients.forget_discarded(self.inventory.by_id.values())
         ):
             self._forget_passes()
+
+    def _hook_unheld(self) -> None:
+        """Gradients of parameters that no optimizer holds are seen as well."""
+        if self.gradients is not None and self._optimizers and not self.gate.finished:
+            self.gradients.hook(self._find_held_by_none().values(), self.ledger, self.guards[GradientTap.part])
 
     def backward_ends(self) -> None:
         """A backward pass has ended: no further gradient of it will come."""
@@ -383,12 +420,23 @@ class Watch:
             backward_done: False when a closure will run backward passes inside the step.
         """
         entry = self._refresh(optimizer) if self.collecting or len(self._optimizers) > 1 else None
-        if self.rounds.would_repeat(id(optimizer)):
-            self.close_round()
+        if backward_done and self._ended is not None and self.rounds.joins_ended(id(optimizer)):
+            self._join_ended()
+        else:
+            self._part_with_ended()
+            if not backward_done:
+                self.rounds.backward_begins()
+            if self.rounds.would_repeat(id(optimizer)):
+                self.close_round(repeated=True)
         self._step_under_way = True
         if not self.collecting:
             return
+        self._take_from_unheld(optimizer)
         entry = entry or self._refresh(optimizer)
+        if not (self.rounds.open or self._joining):
+            self._held_by_none, self._unheld = self._find_held_by_none(), StepRecorder()
+            unheld = list(self._held_by_none.values())
+            self._tap(self.weights, lambda tap: tap.read(self._unheld, weights.BEFORE, unheld))
         if backward_done:
             self._move_modules()
             self._tap(self.gradients, lambda tap: tap.move_unreduced(self._recorder, entry.parameters))
@@ -415,6 +463,8 @@ class Watch:
         divisor = _tensor(optimizer, "grad_scale")  # a fused optimizer unscales by itself, during the step
         self._tap(self.gradients, lambda tap: tap.move_unreduced(self._recorder, entry.parameters))
         self._tap(self.gradients, lambda tap: tap.read_reduced(self._recorder, entry.parameters, divisor))
+        if not (self.rounds.open or self._joining):
+            self._read_unheld(scale if divisor is None else divisor)
         optimizers = [optimizer, *self.wrapped_by(optimizer)]
         self._tap(self.directions, lambda tap: tap.read(self._recorder, optimizers, entry.parameters))
         self._tap(self.updates, lambda tap: tap.note_gradients(entry.parameters))
@@ -429,6 +479,9 @@ class Watch:
         if self.collecting:
             entry = self._optimizers[id(optimizer)]
             self._tap(self.weights, lambda tap: tap.read(self._recorder, weights.AFTER, self._weights_of(entry)))
+            if not (self.rounds.open or self._joining):
+                unheld = list(self._held_by_none.values())
+                self._tap(self.weights, lambda tap: tap.read(self._unheld, weights.AFTER, unheld))
             if not skipped:
                 self._tap(self.state, lambda tap: tap.note_step(optimizer))
                 optimizers = [optimizer, *self.wrapped_by(optimizer)]
@@ -438,6 +491,10 @@ class Watch:
             self._recorder.skipped |= skipped
         self._inside_step = False
         self._settle()
+        if self._joining:
+            self.rounds.joined(id(optimizer))
+            self._leave_ended()
+            return
         if self.rounds.stepped(id(optimizer)):
             self.close_round()
         else:
@@ -452,14 +509,76 @@ class Watch:
         """Backward passes up to here belong to this training step; those from here on may belong to the next."""
         self._settled_passes += self._open_passes
         self._open_passes = 0
+        if self.communication is not None:
+            self.communication.settle()
+        if self.modules is not None:
+            self.modules.settle()
         if self.gradients is not None:
             self.gradients.settle()
 
-    def close_round(self, *, complete: bool = True) -> None:
-        """The training step is over: hand its table on and go to the next."""
-        table, config = None, self.config
+    def _join_ended(self) -> None:
+        """This step belongs to the training step that has ended: no backward pass has begun since."""
+        ended = self._ended
+        if ended is None:
+            return
+        self._joining = _Joining(self._recorder, collecting=self.collecting, listening=self.listening)
+        self._recorder, self.collecting = StepRecorder(), ended.collected
         if self.collecting:
             self._tap(self.communication, lambda tap: tap.move(self._recorder))
+
+    def _take_from_unheld(self, optimizer: Optimizer) -> None:
+        """Parameters that had no optimizer when the training step was read have one now: its rows stand for theirs."""
+        held = self._optimizers[id(optimizer)].held
+        taken = [watched for key, watched in self._held_by_none.items() if key in held]
+        if taken:
+            self._unheld.drop({(watched.stage, watched.name) for watched in taken}, but=UNREDUCED)
+            for watched in taken:
+                del self._held_by_none[id(watched.parameter)]
+
+    def _leave_ended(self) -> None:
+        joining, ended, self._joining = self._joining, self._ended, None
+        if joining is None or ended is None:
+            return
+        recorder = self._recorder
+        self._recorder, self.collecting, self.listening = joining.recorder, joining.collecting, joining.listening
+        self._step_under_way = False
+        self._supplement(ended, recorder)
+
+    def _supplement(self, ended: _Ended, recorder: StepRecorder) -> None:
+        if ended.collected and len(recorder):
+            table = recorder.finish(self.label, ended.step, None, supplement=True, first=ended.rows)
+            ended.rows += len(recorder)
+            self.emit(table, ended.config)
+
+    def _part_with_ended(self) -> None:
+        """Nothing more can belong to the training step that has ended: what it has left to nobody goes."""
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            if self.gradients is not None:
+                self.gradients.forget_settled()
+            unheld, self._unheld = self._unheld, StepRecorder()
+            self._held_by_none.clear()
+            self._supplement(ended, unheld)
+
+    def _read_unheld(self, divisor: Tensor | None) -> None:
+        """Read the gradients of parameters that no optimizer holds, or none yet: their rows go last."""
+        parameters = list(self._held_by_none.values())
+        self._tap(self.gradients, lambda tap: tap.move_unreduced(self._unheld, parameters))
+        self._tap(self.gradients, lambda tap: tap.read_reduced(self._unheld, parameters, divisor))
+
+    def close_round(self, *, complete: bool = True, repeated: bool = False) -> None:
+        """The training step is over: hand its table on and go to the next.
+
+        Args:
+            complete: Whether it has come to its end.
+            repeated: Whether the next one is under way already: what came after the last step belongs to that.
+        """
+        self._leave_ended()
+        table, config, rows = None, self.config, len(self._recorder)
+        if self.collecting:
+            self._tap(self.communication, lambda tap: tap.move(self._recorder, settled_only=repeated))
+            rows = len(self._recorder)
+        collected = self.collecting
         if self.collecting and (complete or len(self._recorder)):
             counted = self.gradients is not None or self.modules is not None  # by their hooks
             micro_steps = self._settled_passes if counted else None
@@ -467,7 +586,8 @@ class Watch:
         fresh, step = StepRecorder(), self.rounds.step
         try:
             self._recorder, self._step_under_way = fresh, False
-            self._go_on()
+            self._go_on(repeated=repeated)
+            self._ended = _Ended(step, config, collected, rows) if complete and not repeated else None
         finally:  # Ctrl-C finds either this step still under way, or this one handed on and the next one ready
             if self._recorder is fresh:
                 if self.rounds.step == step:
@@ -477,18 +597,19 @@ class Watch:
                     self.on_step()
                 if table is not None:
                     self.emit(table, config)
+        if not complete or repeated:
+            self._ended = _Ended(step, config, collected, rows)
+            self._part_with_ended()
         if self.gate.finished:
             self.ledger.undo()
 
-    def _go_on(self) -> None:
+    def _go_on(self, *, repeated: bool) -> None:
         self.rounds.close()
         if self.collecting:
             self.gate.count()
-        if self.gradients is not None:
-            self.gradients.forget_settled()
         self._settled_passes = 0
         if self.modules is not None:
-            self.modules.step_is_over()
+            self.modules.step_is_over(repeated=repeated)
         if self._hooks_change() or self.config is not self._next_config:
             self._follow_config()
         self.collecting = self.listening = self.gate.wants(self.rounds.step)
@@ -540,7 +661,10 @@ class Watch:
         if self._inside_step or self._step_under_way:
             self._inside_step = False
             self._settle()
-            self.close_round(complete=False)
+            if self._joining:
+                self._leave_ended()
+            else:
+                self.close_round(complete=False)
 
     def cut_short(self, *, normally: bool = False) -> None:
         """The process ends: what the step under way has left so far is its table.
@@ -549,8 +673,11 @@ class Watch:
             normally: The script has come to its end. Gradients that came before another model's last step are then what
                 its backward pass left here (a generator's in the discriminator), and belong to no step.
         """
+        self._leave_ended()
+        self._part_with_ended()
         if self.rounds.open:
             self.close_round(complete=not self._inside_step)
+            self._part_with_ended()
         if not self.collecting or (normally and self.left_over and not len(self._recorder)):
             return
         self._move_modules()
@@ -581,7 +708,9 @@ class Watch:
 
     def start_anew(self) -> None:
         """After a fork: what the parent collected so far is the parent's."""
-        self._recorder = StepRecorder()
+        self._recorder, self._unheld = StepRecorder(), StepRecorder()
+        self._ended = self._joining = None
+        self._held_by_none.clear()
         self.report = {}
         if self.gradients is not None:
             self.gradients.forget()
@@ -592,11 +721,24 @@ class Watch:
 
     def _weights_of(self, entry: _OptimizerInUse) -> list[WatchedParameter]:
         """The weights read at a step: those of its optimizer, and with the first of a round those of no optimizer."""
-        if self.rounds.open:
+        if self.rounds.open or self._joining:
             return entry.parameters
         others = [other for other in self._optimizers.values() if other is not entry and other.reference() is not None]
-        held_elsewhere = set().union(*(other.held for other in others)) - entry.held
-        return [w for key, w in self.inventory.by_id.items() if w.selected and key not in held_elsewhere]
+        elsewhere = set().union(*(other.held for other in others)) - entry.held
+        return [
+            watched
+            for key, watched in self.inventory.by_id.items()
+            if watched.selected and key not in elsewhere and key not in self._held_by_none
+        ]
+
+    def _find_held_by_none(self) -> dict[int, WatchedParameter]:
+        """Trainable parameters of the models that no optimizer holds, or none yet."""
+        held = set().union(*(entry.held for entry in self._optimizers.values() if entry.reference() is not None))
+        return {
+            key: watched
+            for key, watched in self.inventory.by_id.items()
+            if key not in held and watched.selected and watched.parameter.requires_grad
+        }
 
     def _tap(self, tap: TapT | None, call: Callable[[TapT], None]) -> None:
         if tap is not None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from msmon import env
+from msmon.runtime.interruption import pass_on
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,7 +53,8 @@ def processor() -> Processor:
     machine = platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
-    except OSError:
+    except OSError as error:
+        pass_on(error)
         lines = []
     fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     features = fields.get("flags") or fields.get("Features")
@@ -87,8 +89,8 @@ def load(source: str, names: Sequence[str]) -> tuple[dict[str, int], object]:
     path = folder / f"{hashlib.sha256(key.encode()).hexdigest()}.code"
     try:
         return _map(_read(path))
-    except (OSError, ValueError):
-        pass  # it is not there yet, or not to be trusted
+    except (OSError, ValueError) as error:
+        pass_on(error)
     addresses, owner, code = _compile(source, names)
     if code is not None:
         begin = min(addresses.values())
@@ -131,7 +133,8 @@ def _folder() -> Path | None:
         folder = Path(wanted or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "msmon" / "code")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _only_ours(folder.lstat(), stat.S_ISDIR)
-    except (OSError, RuntimeError):  # there may be no home
+    except (OSError, RuntimeError) as error:  # there may be no home
+        pass_on(error)
         return None
     return folder
 
@@ -158,7 +161,8 @@ def _keep(path: Path, offsets: dict[str, int], code: bytes) -> None:
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(digest + b"\n" + content)
         Path(file.name).replace(path)
-    except OSError:
+    except OSError as error:
+        pass_on(error)
         return  # a full disk, say: the next run compiles again
 
 

@@ -27,6 +27,8 @@ FORWARD = "actv"
 BACKWARD = "actv_grad"
 
 Pair = tuple["Row", "Tensor"]
+_Read = tuple["Call", "Row", "Tensor"]
+"""A row whose name lacks the module's and which of its calls it was: the training step may turn out to be the next one."""
 
 
 class ActivationTap(Observer):
@@ -50,9 +52,9 @@ class ActivationTap(Observer):
         self._forward = forward
         self._backward = backward
         self.seen = False
-        self._pending: list[Pair] = []
+        self._pending: list[_Read] = []
         self._latest: list[Pair] = []
-        self._unfinished: dict[int, list[Pair]] = {}
+        self._unfinished: dict[int, list[_Read]] = {}
         self._before_pass = 0
         self._read: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
 
@@ -83,29 +85,29 @@ class ActivationTap(Observer):
         self._before_pass = len(self._pending)
         element = call.elements[side][position]
         if self._backward and self._selection.takes(call.module.names, f"{side}_grad", element):
-            self._read_one(_row(BACKWARD, call, side, position, gradient, micro_step), gradient, self._pending)
+            self._read_one(call, _row(BACKWARD, call, side, position, gradient, micro_step), gradient, self._pending)
             self._before_pass = len(self._pending)
 
-    def _pairs(self, call: Call, side: str, tensors: Sequence[Tensor]) -> list[Pair]:
-        found: list[Pair] = []
+    def _pairs(self, call: Call, side: str, tensors: Sequence[Tensor]) -> list[_Read]:
+        found: list[_Read] = []
         if self._forward and self._selection.wants(call.module.names, side):
             for position, tensor in enumerate(tensors):
                 if self._selection.takes(call.module.names, side, call.elements[side][position]):
-                    self._read_one(_row(FORWARD, call, side, position, tensor, call.micro_step), tensor, found)
+                    self._read_one(call, _row(FORWARD, call, side, position, tensor, call.micro_step), tensor, found)
         return found
 
-    def _read_one(self, row: Row, tensor: Tensor, found: list[Pair]) -> None:
+    def _read_one(self, call: Call, row: Row, tensor: Tensor, found: list[_Read]) -> None:
         with torch.no_grad(), _unseen():
-            numbers = self._numbers(row, tensor)
+            numbers = self._numbers(call, row, tensor)
         if numbers is not None:
-            found.append((row, numbers))
+            found.append((call, row, numbers))
 
-    def _numbers(self, row: Row, tensor: Tensor) -> Tensor | None:
+    def _numbers(self, call: Call, row: Row, tensor: Tensor) -> Tensor | None:
         known = self._read.get(id(tensor))
         version = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - torch has no public name for it
         if known is not None and known[0]() is tensor and known[1] == version:
             return known[2]
-        numbers = self._reduction.one(row, tensor)
+        numbers = self._reduction.one(row, tensor, owner=call.module.name)
         if numbers is not None and not tensor.is_inference():
             self._read[id(tensor)] = weakref.ref(tensor), version, numbers
         return numbers
@@ -114,15 +116,16 @@ class ActivationTap(Observer):
         """Hand everything read so far to the step, in the order of execution."""
         self._read.clear()
         self._before_pass = 0
-        if self._pending:
-            self._latest = self._pending
-        pairs, self._pending = self._pending, []
+        read, self._pending = self._pending, []
+        pairs = [(_named(call, row), numbers) for call, row, numbers in read]
+        if pairs:
+            self._latest = pairs
         recorder.add([row for row, _ in pairs], [numbers for _, numbers in pairs])
 
     def forget(self) -> None:
         """Gradients were thrown away without a step: drop what was read up to the backward pass that made them."""
         del self._pending[: self._before_pass]
-        self._pending = [(row._replace(micro_step=0), numbers) for row, numbers in self._pending]
+        self._pending = [(call, row._replace(micro_step=0), numbers) for call, row, numbers in self._pending]
         self._before_pass = 0
 
     def forget_all(self) -> None:
@@ -140,7 +143,7 @@ class ActivationTap(Observer):
 
     def current(self) -> tuple[list[Pair], list[Pair]]:
         """Rows read since the last step, else those of that step: activations, and their gradients."""
-        pairs = self._pending or self._latest
+        pairs = [(_named(call, row), numbers) for call, row, numbers in self._pending] or self._latest
         forward = [pair for pair in pairs if pair[0].kind == FORWARD]
         return forward, [pair for pair in pairs if pair[0].kind == BACKWARD]
 
@@ -156,7 +159,10 @@ def _unseen() -> contextlib.AbstractContextManager[object]:
 
 
 def _row(kind: str, call: Call, side: str, position: int, tensor: Tensor, micro_step: int) -> Row:  # noqa: PLR0917 - the parts of a row
+    return describe(kind, f"{side}{call.suffixes[side][position]}", call.module.stage, tensor, micro_step)
+
+
+def _named(call: Call, row: Row) -> Row:
     """Named ``fc.input``, ``fc.output_1`` of several, ``fc.input.mask`` of a keyword, ``fc@2.input`` in the third call."""
     again = f"@{call.number}" if call.number else ""
-    suffix = call.suffixes[side][position]
-    return describe(kind, f"{call.module.name}{again}.{side}{suffix}", call.module.stage, tensor, micro_step)
+    return row._replace(name=f"{call.module.name}{again}.{row.name}")

@@ -51,19 +51,42 @@ class CallSite:
 class _Seen:
     """A call of the step under way whose outputs are not there yet."""
 
-    name: str
+    operator: str
+    count: int
     number: int
     outputs: int
+
+    @property
+    def name(self) -> str:
+        """Its operator and how many calls of that the step has seen before."""
+        return f"{self.operator}_{self.count}"
 
 
 @dataclass
 class _Step:
     """What the step under way has left so far."""
 
-    finished: list[tuple[int, Row, Tensor]] = field(default_factory=list)
+    finished: list[tuple[_Seen, Row, Tensor]] = field(default_factory=list)
     open: set[_Seen] = field(default_factory=set)
     calls: int = 0
     calls_by_name: dict[str, int] = field(default_factory=dict)
+    settled: int = 0
+    settled_by_name: dict[str, int] = field(default_factory=dict)
+
+    def split(self) -> _Step:
+        """Take out what was called since the last optimizer stepped, as the beginning of a step of its own."""
+        rest = _Step(calls=self.calls - self.settled)
+        rest.finished = [entry for entry in self.finished if entry[0].number > self.settled]
+        rest.open = {seen for seen in self.open if seen.number > self.settled}
+        self.finished = [entry for entry in self.finished if entry[0].number <= self.settled]
+        self.open -= rest.open
+        for seen in {entry[0] for entry in rest.finished} | rest.open:
+            seen.count -= self.settled_by_name.get(seen.operator, -1) + 1
+            seen.number -= self.settled
+        for name, count in self.calls_by_name.items():
+            if count > self.settled_by_name.get(name, -1):
+                rest.calls_by_name[name] = count - self.settled_by_name.get(name, -1) - 1
+        return rest
 
 
 class CommunicationTap:
@@ -131,7 +154,7 @@ class CommunicationTap:
         step.calls += 1
         if not self._lines.match(call.caller):
             return None
-        seen = _Seen(f"{name}_{count}", step.calls, len(call.outputs))
+        seen = _Seen(name, count, step.calls, len(call.outputs))
         if self._config.cc_pre_hook:
             self._read(seen, "input", call.inputs)
         if not call.outputs:
@@ -147,17 +170,26 @@ class CommunicationTap:
     def _read(self, seen: _Seen, which: str, tensors: Sequence[Tensor]) -> None:
         for number, tensor in enumerate(tensors):
             suffix = f"_{number}" if len(tensors) > 1 else ""
-            row = describe(KIND, f"{seen.name}.{which}{suffix}", 0, tensor)
+            row = describe(KIND, f"{which}{suffix}", 0, tensor)
             numbers = self.reduction.one(row, tensor)
             if numbers is not None:
-                self._step.finished.append((seen.number, row, numbers))
+                self._step.finished.append((seen, row, numbers))
 
     # Steps
 
-    def move(self, recorder: StepRecorder) -> None:
-        """The step is over: hand its rows on, in the order of the calls."""
+    def settle(self) -> None:
+        """An optimizer has stepped: what was called until now belongs to this training step."""
+        self._step.settled, self._step.settled_by_name = self._step.calls, dict(self._step.calls_by_name)
+
+    def move(self, recorder: StepRecorder, *, settled_only: bool = False) -> None:
+        """The step is over: hand its rows on, in the order of the calls.
+
+        Args:
+            recorder: The step.
+            settled_only: What was called since the last optimizer stepped belongs to the next step.
+        """
         with communication.settled():
-            step, self._step = self._step, _Step()
+            step, self._step = self._step, self._step.split() if settled_only else _Step()
         late = sum(seen.outputs for seen in step.open)
         if late and not self.left_out:
             name = next(iter(step.open)).name
@@ -165,8 +197,9 @@ class CommunicationTap:
                 f"{name} is not complete when its step ends: its outputs are not recorded", once="communication:late"
             )
         self.left_out += late
-        step.finished.sort(key=lambda entry: entry[0])
-        recorder.add([row for _, row, _ in step.finished], [numbers for _, _, numbers in step.finished])
+        step.finished.sort(key=lambda entry: entry[0].number)
+        rows = [row._replace(name=f"{seen.name}.{row.name}") for seen, row, _ in step.finished]
+        recorder.add(rows, [numbers for _, _, numbers in step.finished])
 
     @property
     def idle(self) -> bool:

@@ -137,10 +137,19 @@ class ModuleTaps:
             if tap is not None:
                 tap.move(recorder)
 
-    def step_is_over(self) -> None:
-        """The next forward is the first of its step."""
+    def settle(self) -> None:
+        """An optimizer has stepped: forwards from now on may belong to the next training step."""
         for calls, _ in self._roots:
-            calls.step_is_over()
+            calls.settle()
+
+    def step_is_over(self, *, repeated: bool = False) -> None:
+        """The next forward is the first of its step.
+
+        Args:
+            repeated: Forwards since the last optimizer stepped are the first of the next step.
+        """
+        for calls, _ in self._roots:
+            calls.step_is_over(repeated=repeated)
         if self.features is not None:
             self.features.step_is_over()
 

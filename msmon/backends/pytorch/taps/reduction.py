@@ -45,12 +45,19 @@ class Reduction:
         self._statistics = tuple(statistics)
         self._eps = eps
 
-    def one(self, row: Row, tensor: Tensor, divisor: Tensor | None = None) -> Tensor | None:
-        """``[1, n_statistics]``, or ``None`` for a tensor without elements to read, which is said once."""
+    def one(self, row: Row, tensor: Tensor, divisor: Tensor | None = None, *, owner: str = "") -> Tensor | None:
+        """``[1, n_statistics]``, or ``None`` for a tensor without elements to read, which is said once.
+
+        Args:
+            row: What the numbers are about.
+            tensor: The tensor.
+            divisor: What statistics are divided by.
+            owner: What stands before the row's name.
+        """
         try:
             return self._kernel.reduce([tensor], self._statistics, self._eps, divisor=divisor)
         except UnsupportedTensorError as error:
-            self.leave_out(row.name, row.kind, error)
+            self.leave_out(f"{owner}.{row.name}" if owner else row.name, row.kind, error)
             return None
 
     def add(
