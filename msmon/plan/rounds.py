@@ -29,7 +29,7 @@ class _Known:
     Attributes:
         held: Its parameters.
         last: The last round in which it stepped.
-        own_pass: Whether a backward pass came between it and the step before it in its round; ``None``: not known yet.
+        own_pass: Whether a backward pass came between the step before and its own; ``None``: not known yet.
     """
 
     held: frozenset[int]
@@ -53,7 +53,7 @@ class Rounds:
         self._stepped: list[int] = []
         self._touched: set[int] = set()
         self._awaited: list[int] = []
-        self._passed = False  # a backward pass has begun since the last step
+        self._passed = False
         self._ended: tuple[list[int], set[int]] = [], set()  # who stepped in the round before, and on what
 
     def know(self, optimizer: int, parameters: Iterable[int] = ()) -> None:
@@ -75,6 +75,11 @@ class Rounds:
                 members.remove(optimizer)
         self._place = {other: place for place, other in enumerate(self._order)}
 
+    @property
+    def passed(self) -> bool:
+        """Whether a backward pass has begun since the last step."""
+        return self._passed
+
     def backward_begins(self) -> bool:
         """A backward pass begins.
 
@@ -91,7 +96,10 @@ class Rounds:
         """Whether a step of this optimizer belongs to the next round: close the one under way first."""
         if optimizer in self._stepped or not self._held(optimizer).isdisjoint(self._touched):
             return True
-        return self.open and self._passed and self._comes_before(optimizer, self._stepped)
+        if not (self.open and self._passed):
+            return False
+        is_new = optimizer not in self._place and bool(self._ended[0])
+        return is_new or self._comes_before(optimizer, self._stepped)
 
     def joins_ended(self, optimizer: int) -> bool:
         """Whether a step of this optimizer belongs to the round that has ended, and none has begun since."""
@@ -136,14 +144,24 @@ class Rounds:
         """Learn from a step: its place among the others, and whether it has a backward pass of its own."""
         known = self._known.setdefault(optimizer, _Known(frozenset()))
         known.last = step
-        if before:
-            known.own_pass = self._passed
+        known.own_pass = self._passed
         if optimizer not in self._place:
-            place = self._place.get(before[-1], -1) + 1 if before else 0
-            self._order.insert(place, optimizer)
-            for later in range(place, len(self._order)):
-                self._place[self._order[later]] = later
+            place = self._place.get(before[-1], -1) + 1 if before else len(self._order)
+            self._put(optimizer, place)
+        elif before and not self._passed and self._place.get(before[-1], -1) > self._place[optimizer]:
+            moved = [other for other in before if self._place.get(other, -1) > self._place[optimizer]]
+            self._order = [other for other in self._order if other not in moved]  # these come before it, then
+            place = self._order.index(optimizer)
+            self._order[place:place] = moved
+            self._place = {other: number for number, other in enumerate(self._order)}
         self._passed = False
+
+    def _put(self, optimizer: int, place: int) -> None:
+        self._order.insert(place, optimizer)
+        if place == len(self._order) - 1:
+            self._place[optimizer] = place
+        else:
+            self._place = {other: number for number, other in enumerate(self._order)}
 
     def _comes_before(self, optimizer: int, others: Iterable[int]) -> bool:
         place = self._place.get(optimizer)
@@ -163,4 +181,6 @@ class Rounds:
         ]
 
     def _cannot_join(self, optimizer: int) -> bool:
-        return optimizer not in self._known or self.would_repeat(optimizer)
+        if optimizer not in self._known or self.would_repeat(optimizer):
+            return True
+        return bool(self._ended[0]) and self._comes_before(optimizer, self._stepped[-1:])

@@ -678,8 +678,10 @@ class Watch:
         if self.rounds.open:
             self.close_round(complete=not self._inside_step)
             self._part_with_ended()
-        if not self.collecting or (normally and self.left_over and not len(self._recorder)):
+        if not self.collecting:
             return
+        if normally and not len(self._recorder) and (self.left_over or not self.rounds.passed):
+            return  # an evaluation after the last step, or what a backward pass for another model has left
         self._move_modules()
         self._tap(self.gradients, lambda tap: tap.move_unreduced(self._recorder))
         if len(self._recorder) or (self.communication is not None and not self.communication.idle):
