@@ -705,7 +705,7 @@ class Session:
         while self._late:
             table, config = self._late.pop(0)
             if self.output is not None:
-                self.steps_collected += table.complete
+                self.steps_collected += table.complete and not table.supplement
                 self.steps_cut_short += not table.complete
                 self.output.submit(table, config)
 
@@ -778,7 +778,10 @@ class Session:
             log.say(f"anomalies on this rank: {alerts.found:,}, the first: {alerts.first.message}")
             log.say(f"next:   msmon analyse {shlex.quote(str(self._output_root))}")
             return
-        if alerts is not None:
+        unreached = [text for watch in self.watches for text in watch.unreached.values()]
+        for text in unreached:
+            log.say(text)
+        if alerts is not None and not unreached:
             log.say("no anomaly on this rank")
         example = _example_file(self.output.directory.path)
         if self.output.config.format == "tensorboard":

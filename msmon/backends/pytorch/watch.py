@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import threading
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -35,6 +37,8 @@ from msmon.runtime.ledger import Ledger
 from msmon.sinks import tensorboard
 from msmon.stats.definitions import Statistic
 
+P = ParamSpec("P")
+T = TypeVar("T")
 TapT = TypeVar("TapT", WeightTap, GradientTap, OptimizerStateTap, DirectionTap, UpdateTap, CommunicationTap)
 
 if TYPE_CHECKING:
@@ -74,6 +78,17 @@ class _OptimizerInUse:
     held: set[int] = field(default_factory=set)
     unhooked: list[WatchedParameter] = field(default_factory=list)
     state_was_loaded: bool | None = None
+
+
+def _one_thread(method: Callable[Concatenate[Watch, P], T]) -> Callable[Concatenate[Watch, P], T]:
+    """A method that one thread at a time is in: several may train one model."""
+
+    @functools.wraps(method)
+    def alone(self: Watch, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return alone  # type: ignore[return-value]  # mypy calls the first argument positional only
 
 
 @dataclass
@@ -131,6 +146,10 @@ class Watch:
         self.config = config
         self.adapter = adapter
         self.label = label
+        self.lock = threading.RLock()  # a signal handler may come back in
+        self._stepping_thread = 0
+        self._reached: set[int] = set()
+        self.unreached: dict[int, str] = {}
         self.inventory = Inventory()
         self.roots: list[weakref.ref[Module]] = []
         self._namings: list[Naming] = []
@@ -233,6 +252,7 @@ class Watch:
         every = (named_modules(root, naming) for reference, naming in found if (root := reference()) is not None)
         return list(dict.fromkeys(form for modules in every for watched in modules for form in watched.names))
 
+    @_one_thread
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Its steps are training steps of this model."""
         for number in [number for number, entry in self._optimizers.items() if entry.reference() is None]:
@@ -336,6 +356,7 @@ class Watch:
 
     # What happens
 
+    @_one_thread
     def backward_begins(self) -> None:
         """New parameters are hooked; rows of gradients that were thrown away are forgotten."""
         if self.modules is not None:
@@ -361,6 +382,7 @@ class Watch:
         if self.gradients is not None and self._optimizers and not self.gate.finished:
             self.gradients.hook(self._find_held_by_none().values(), self.ledger, self.guards[GradientTap.part])
 
+    @_one_thread
     def backward_ends(self) -> None:
         """A backward pass has ended: no further gradient of it will come."""
         if self.modules is not None:
@@ -372,6 +394,7 @@ class Watch:
         if self.modules is not None:
             self.modules.gradients_discarded()
 
+    @_one_thread
     def gradients_zeroed(self, owner: Optimizer | Module) -> None:
         """Gradients of an optimizer or a module were zeroed: what backward passes left of them belongs to no step."""
         if self._inside_step or not self._open_passes:
@@ -411,6 +434,7 @@ class Watch:
             return in_pipeline
         return max(passes, 0) if self._grad_acc_steps is None else min(max(passes, 0), self._grad_acc_steps - 1)
 
+    @_one_thread
     def step_begins(self, optimizer: Optimizer, inner: Sequence[Optimizer], *, backward_done: bool) -> None:
         """An optimizer is about to step: weights and state as they are before it.
 
@@ -419,6 +443,13 @@ class Watch:
             inner: Optimizers that it may wrap, asked for state that it does not have itself.
             backward_done: False when a closure will run backward passes inside the step.
         """
+        thread = threading.get_ident()
+        if self._step_under_way and self._stepping_thread != thread:
+            text = "step at the same time: which of their rows belong to one training step cannot be told"
+            log.say(f"optimizers of one model {text}", once="threads")
+        self._stepping_thread = thread
+        if id(optimizer) not in self._reached and backward_done and self.rounds.passed:
+            self._look_for_gradients(optimizer)
         entry = self._refresh(optimizer) if self.collecting or len(self._optimizers) > 1 else None
         if backward_done and self._ended is not None and self.rounds.joins_ended(id(optimizer)):
             self._join_ended()
@@ -443,11 +474,23 @@ class Watch:
         self._tap(self.weights, lambda tap: tap.read(self._recorder, weights.BEFORE, self._weights_of(entry)))
         self._tap(self.state, lambda tap: tap.read(self._recorder, [optimizer, *inner], entry.parameters))
 
+    def _look_for_gradients(self, optimizer: Optimizer) -> None:
+        """Whether any gradient has ever reached what an optimizer holds; said when it steps after a backward pass without."""
+        parameters = optimizer_parameters(optimizer)
+        if self.adapter.name != "plain" or any(parameter.grad is not None for parameter in parameters):
+            self._reached.add(id(optimizer))
+            self.unreached.pop(id(optimizer), None)
+        elif id(optimizer) not in self.unreached:
+            name, count = type(optimizer).__name__, len(parameters)
+            self.unreached[id(optimizer)] = f"no gradient has reached any of the {count} parameters that {name} trains"
+            log.say(f"{self.unreached[id(optimizer)]}; was the model copied or replaced after its optimizer was made?")
+
     def note(self, name: str, value: Tensor) -> None:
         """Add a number about the step itself to one that is collected."""
         if self.collecting:
             self._recorder.note(name, value)
 
+    @_one_thread
     def take_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
         """Gradients are what the optimizer will use: read them, and close the rows of the backward passes.
 
@@ -474,6 +517,7 @@ class Watch:
         if scale is not None:
             self._recorder.note("grad_scale", scale)
 
+    @_one_thread
     def step_ends(self, optimizer: Optimizer, *, skipped: bool = False) -> None:
         """An optimizer has stepped, or a ``GradScaler`` has skipped its step."""
         if self.collecting:
@@ -524,7 +568,7 @@ class Watch:
         self._joining = _Joining(self._recorder, collecting=self.collecting, listening=self.listening)
         self._recorder, self.collecting = StepRecorder(), ended.collected
         if self.collecting:
-            self._tap(self.communication, lambda tap: tap.move(self._recorder))
+            self._tap(self.communication, lambda tap: tap.move(self._recorder, continued=True))
 
     def _take_from_unheld(self, optimizer: Optimizer) -> None:
         """Parameters that had no optimizer when the training step was read have one now: its rows stand for theirs."""
@@ -656,6 +700,7 @@ class Watch:
         for entry in self._optimizers.values():
             entry.layout = []
 
+    @_one_thread
     def abandon(self) -> None:
         """``optimizer.step`` was left by an exception, and training goes on: the step stays as far as it came."""
         if self._inside_step or self._step_under_way:
@@ -666,6 +711,7 @@ class Watch:
             else:
                 self.close_round(complete=False)
 
+    @_one_thread
     def cut_short(self, *, normally: bool = False) -> None:
         """The process ends: what the step under way has left so far is its table.
 
@@ -710,6 +756,7 @@ class Watch:
 
     def start_anew(self) -> None:
         """After a fork: what the parent collected so far is the parent's."""
+        self.lock = threading.RLock()
         self._recorder, self._unheld = StepRecorder(), StepRecorder()
         self._ended = self._joining = None
         self._held_by_none.clear()

@@ -112,6 +112,7 @@ class CommunicationTap:
         self._guard = Guard(self.part)
         self._step = _Step()
         self._sites: dict[CallSite, int] = {}
+        self._handed_on: dict[str, int] = {}
 
     def attach(self) -> None:
         """See calls from now on; a torch that cannot show them is told of once."""
@@ -181,12 +182,13 @@ class CommunicationTap:
         """An optimizer has stepped: what was called until now belongs to this training step."""
         self._step.settled, self._step.settled_by_name = self._step.calls, dict(self._step.calls_by_name)
 
-    def move(self, recorder: StepRecorder, *, settled_only: bool = False) -> None:
+    def move(self, recorder: StepRecorder, *, settled_only: bool = False, continued: bool = False) -> None:
         """The step is over: hand its rows on, in the order of the calls.
 
         Args:
             recorder: The step.
             settled_only: What was called since the last optimizer stepped belongs to the next step.
+            continued: This belongs to the step whose rows were handed on last.
         """
         with communication.settled():
             step, self._step = self._step, self._step.split() if settled_only else _Step()
@@ -197,6 +199,11 @@ class CommunicationTap:
                 f"{name} is not complete when its step ends: its outputs are not recorded", once="communication:late"
             )
         self.left_out += late
+        if continued:
+            for seen in {entry[0] for entry in step.finished}:
+                seen.count += self._handed_on.get(seen.operator, -1) + 1
+        before = self._handed_on if continued else {}
+        self._handed_on = before | {name: before.get(name, -1) + 1 + n for name, n in step.calls_by_name.items()}
         step.finished.sort(key=lambda entry: entry[0].number)
         rows = [row._replace(name=f"{seen.name}.{row.name}") for seen, row, _ in step.finished]
         recorder.add(rows, [numbers for _, _, numbers in step.finished])
