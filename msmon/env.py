@@ -34,6 +34,9 @@ DYNAMIC = "DYNAMIC_MONITOR"
 CODE_CACHE = "MSMON_CODE_CACHE"
 """Folder of machine code compiled for this processor, by default ``~/.cache/msmon/code``; ``0``: keep none."""
 
+HIDE_ARGUMENTS = "MSMON_HIDE_ARGUMENTS"
+"""``1``: leave the arguments of the command out of the files that msmon writes; they may hold tokens."""
+
 DEFAULT_OUTPUT_DIR = "monitor_output"
 
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -68,3 +71,8 @@ def first_number(names: tuple[str, ...], default: int) -> int:
         if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS:
             return int(text)
     return default
+
+
+def shown(command: list[str]) -> list[str]:
+    """A command as files may have it: without its arguments where :data:`HIDE_ARGUMENTS` asks for that."""
+    return command[:1] if os.environ.get(HIDE_ARGUMENTS, "") not in {"", "0"} else command

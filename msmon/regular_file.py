@@ -1,12 +1,14 @@
-"""Opens files that somebody else may have put there: never waits for one, never reads one without an end.
+"""Files in folders that others may write to: none is waited for, read without an end, or written through a link.
 
 Standard library only: this module is imported in processes that may never train.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import secrets
 import stat
 from typing import TYPE_CHECKING
 
@@ -56,3 +58,31 @@ def read_regular(path: str | os.PathLike[str], limit: int = LARGEST_DOCUMENT) ->
         if size > limit:
             raise OSError(errno.EFBIG, f"Larger than {limit >> 20} MiB", os.fspath(path))
         return file.read(size)
+
+
+def write_whole(path: str | os.PathLike[str], content: bytes, *, mode: int = 0o666, exact: bool = False) -> None:
+    """Write a file whole: readers find the old one or the new one, and a link in its place is replaced, not followed.
+
+    Args:
+        path: The file.
+        content: What it shall hold.
+        mode: Its permissions, less the umask.
+        exact: Not less the umask.
+
+    Raises:
+        OSError: It cannot be written; the old one is unharmed.
+    """
+    where = os.fspath(path)
+    beside = f"{where}.{secrets.token_hex(8)}.tmp"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(beside, flags, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            if exact and hasattr(os, "fchmod"):
+                os.fchmod(descriptor, mode)
+            file.write(content)
+        os.replace(beside, where)  # noqa: PTH105 - pathlib costs start-up time
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(beside)  # noqa: PTH108 - as above
+        raise

@@ -185,6 +185,7 @@ class _Found:
     values: Numbers
     rule: Indices
     expected: Numbers
+    since: Numbers
 
 
 class Findings:
@@ -246,7 +247,7 @@ class Evaluator:
         found = []
         for block in self._blocks(step, tuple(statistics)):
             values = step.numbers[block.gather]
-            one = _Found(block, values, np.full(values.shape, -1), np.full(values.shape, np.nan))
+            one = _Found(block, values, np.full(values.shape, -1), *(np.full(values.shape, np.nan) for _ in range(2)))
             with np.errstate(all="ignore"):
                 for number, rule in enumerate(self.rules):
                     rule.guard.run(self._apply, number, rule, one, step, lenient=lenient)
@@ -271,6 +272,8 @@ class Evaluator:
         one.rule[places] = np.where(new, number, one.rule[places])
         if verdict.expected is not None:
             one.expected[places] = np.where(new, verdict.expected, one.expected[places])
+        if verdict.since is not None:
+            one.since[places] = np.where(new, verdict.since, one.since[places])
 
     def _blocks(self, step: RecordedStep, statistics: tuple[str, ...]) -> list[_Block]:
         known = self._known.get((step.model, step.supplement))
@@ -296,8 +299,10 @@ class Evaluator:
     def _signal(self, one: _Found, row: int, column: int) -> Signal:
         rule = self.rules[int(one.rule[row, column])]
         expected = float(one.expected[row, column])
-        because = "" if np.isnan(expected) else f"{rule.comparison} {expected:.6g}"
-        return Signal(one.block.layout.columns[column], float(one.values[row, column]), rule.name, because)
+        because = [] if np.isnan(expected) else [f"{rule.comparison} {expected:.6g}"]
+        since = float(one.since[row, column])
+        because += [] if np.isnan(since) else [f"since step {since:.0f}"]
+        return Signal(one.block.layout.columns[column], float(one.values[row, column]), rule.name, ", ".join(because))
 
 
 def _split(rows: Sequence[Row], statistics: tuple[str, ...]) -> list[_Block]:

@@ -9,6 +9,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from msmon import log
+from msmon.regular_file import read_regular, write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -108,7 +109,8 @@ class AnomalyFile:
 
     def _take(self) -> bool:
         """Whether no other process writes here; where the file system has no locks, none is assumed to."""
-        self._lock = os.open(self.path.with_name(LOCK_FILE), os.O_WRONLY | os.O_CREAT)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would be waited for
+        self._lock = os.open(self.path.with_name(LOCK_FILE), flags)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -164,7 +166,10 @@ def read_entries(path: Path) -> dict[str, dict[str, Any]]:
         OSError: It cannot be read.
         ValueError: It is no such file.
     """
-    content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    try:
+        content = json.loads(read_regular(path).decode("utf-8", "replace"))
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deep") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no object")  # noqa: TRY004 - what is wrong is a value in a file
     return content
@@ -182,10 +187,5 @@ def _text(entry: dict[str, Any]) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.tmp")
-    try:
-        beside.write_text(text, encoding="utf-8", errors="backslashreplace")
-        beside.replace(path)
-    except OSError:
-        beside.unlink(missing_ok=True)
-        raise
+    path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
+    write_whole(path, text.encode("utf-8", "backslashreplace"))

@@ -35,11 +35,13 @@ class Verdict:
         fires: ``[rows, columns]``, where something is wrong.
         memory: ``[rows, columns, fields]``, for the next step.
         expected: ``[rows, columns]``: what the value was compared with, NaN where there is nothing to name.
+        since: ``[rows, columns]``: the step from which on it has been so, of rules that look at several steps.
     """
 
     fires: Places
     memory: Numbers
     expected: Numbers | None = None
+    since: Numbers | None = None
 
 
 class Judge(Protocol):
@@ -140,16 +142,19 @@ def gradient(seen: Observations, memory: Numbers, arguments: Mapping[str, float 
     if low is None:
         return Verdict(fires, memory, expected)
     count = _in_a_row((values > 0) & (values < low), memory[..., 0])
+    since = _since(seen, count, memory[..., 1])
     vanished = count == _given(arguments, "steps")
     expected[vanished] = low
-    return Verdict(fires | vanished, count[..., None], expected)
+    memory = np.stack([count, since], axis=-1)
+    return Verdict(fires | vanished, memory, expected, np.where(vanished, since, np.nan))
 
 
 def dead(seen: Observations, memory: Numbers, arguments: Mapping[str, float | None]) -> Verdict:
     """A norm of exactly 0 in the last ``steps`` steps: said at the last of them. Of activations, outputs only."""
     zero = (seen.values == 0) & ~(seen.layout.activations & seen.layout.inputs)[:, None]
     count = _in_a_row(zero, memory[..., 0])
-    return Verdict(count == _given(arguments, "steps"), count[..., None])
+    since = _since(seen, count, memory[..., 1])
+    return Verdict(count == _given(arguments, "steps"), np.stack([count, since], axis=-1), since=since)
 
 
 def update_ratio(seen: Observations, memory: Numbers, arguments: Mapping[str, float | None]) -> Verdict:
@@ -166,11 +171,15 @@ def update_ratio(seen: Observations, memory: Numbers, arguments: Mapping[str, fl
     count = _or_zero(memory[..., 0]) + np.isfinite(ratio)
     settled = count > _given(arguments, "warm_up")
     fires = np.zeros(ratio.shape, dtype=bool) if high is None else settled & np.isfinite(ratio) & (ratio > high)
-    still = _or_zero(memory[..., 1])
+    still, since = _or_zero(memory[..., 1]), memory[..., 2]
+    named = np.full(ratio.shape, np.nan)
     if low is not None:
         still = _in_a_row(settled & (ratio < low), still)
-        fires |= still == _given(arguments, "steps")
-    return Verdict(fires, np.stack([count, still], axis=-1), before)
+        since = _since(seen, still, since)
+        small = still == _given(arguments, "steps")
+        fires |= small
+        named[small] = since[small]
+    return Verdict(fires, np.stack([count, still, since], axis=-1), before, named)
 
 
 def attention_logits(seen: Observations, memory: Numbers, arguments: Mapping[str, float | None]) -> Verdict:
@@ -184,9 +193,9 @@ RULES: dict[str, RuleKind] = {
     "AnomalyTurbulence": RuleKind(turbulence, 1, "mean so far"),
     "AnomalyInf": RuleKind(inf, 0),
     "AnomalySpike": RuleKind(spike, 3, "usual"),
-    "AnomalyGradient": RuleKind(gradient, 1, "limit"),
-    "AnomalyDead": RuleKind(dead, 1),
-    "AnomalyUpdateRatio": RuleKind(update_ratio, 2, "before the step"),
+    "AnomalyGradient": RuleKind(gradient, 2, "limit"),
+    "AnomalyDead": RuleKind(dead, 2),
+    "AnomalyUpdateRatio": RuleKind(update_ratio, 3, "before the step"),
     "AnomalyAttentionLogits": RuleKind(attention_logits, 0, "threshold"),
 }
 """Every rule that a configuration can name."""
@@ -201,6 +210,11 @@ def _given(arguments: Mapping[str, float | None], name: str) -> float:
 
 def _in_a_row(holds: Places, count: Numbers) -> Numbers:
     return np.where(holds, _or_zero(count) + 1, 0.0)
+
+
+def _since(seen: Observations, count: Numbers, since: Numbers) -> Numbers:
+    """The step in which the steps in a row began."""
+    return np.where(count == 1, float(seen.step), _or_zero(since))
 
 
 def _or_zero(remembered: Numbers) -> Numbers:

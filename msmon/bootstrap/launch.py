@@ -90,7 +90,7 @@ def prepare_environment(
         source=str(Path(source).absolute()) if source else "",
         options=options or {},
         grad_acc_steps=grad_acc_steps,
-        command=list(command),
+        command=env.shown(list(command)),
         alerts=alerts or {},
         dynamic=dynamic or env.dynamic_requested(),
         first_step=first_step,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msmon import env
+from msmon.regular_file import read_regular, write_whole
 
 if TYPE_CHECKING:
     from msmon.alerts.options import AlertOptions
@@ -75,7 +76,8 @@ class Settings:
     def write(self, folder: str) -> str:
         """Write the file into a folder, whole: hosts that share the folder may write the same one at the same time.
 
-        Its name tells settings apart, since a ``msmon run`` inside another has the same run id.
+        Its name, which travels in the environment, holds the digest of its content: who can write to the folder can
+        take it away, but have no process believe another one. Nobody else may read it, since arguments may hold secrets.
 
         Returns:
             Its path.
@@ -83,12 +85,9 @@ class Settings:
         Raises:
             OSError: It cannot be written.
         """
-        text = json.dumps(asdict(self), indent=2)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-        path = Path(folder, f".msmon-{self.run_id}-{digest}.json")
-        beside = path.with_name(f"{path.name}.{os.getpid()}")
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
+        content = json.dumps(asdict(self), indent=2).encode()
+        path = Path(folder, f".msmon-{self.run_id}-{hashlib.sha256(content).hexdigest()}.json")
+        write_whole(path, content, mode=0o600)
         return str(path)
 
 
@@ -102,6 +101,9 @@ def read_settings(path: str) -> Settings:
 
     Raises:
         OSError: It cannot be read.
-        ValueError, TypeError: It is not a settings file of this version.
+        ValueError, TypeError: It is not a settings file of this version, or not as it was written.
     """
-    return Settings(**json.loads(Path(path).read_text(encoding="utf-8")))
+    content = read_regular(path)
+    if hashlib.sha256(content).hexdigest() != Path(path).stem.rpartition("-")[2]:
+        raise ValueError(f"{path} is not as `msmon run` has written it")
+    return Settings(**json.loads(content))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import secrets
-import shutil
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msmon.config.load import read_document
 from msmon.errors import OutputError
+from msmon.regular_file import write_whole
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -35,14 +35,9 @@ def set_dynamic(path: str | PathLike[str], *, on: bool) -> bool:
     if document.get(key) is on:
         return False
     text = _switched(target.read_text(encoding="utf-8-sig"), key, {**document, key: on}, on=on)
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
-        beside.write_text(text, encoding="utf-8")
-        shutil.copymode(target, beside)
-        beside.replace(target)
+        write_whole(target, text.encode(), mode=stat.S_IMODE(target.stat().st_mode), exact=True)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink()
         raise OutputError(f"cannot write `{target}` ({error.strerror})", hint=f'set "{key}" in it by hand') from error
     return True
 

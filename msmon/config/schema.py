@@ -249,7 +249,7 @@ class MonitorConfig(_Frozen):
         6,
         ge=0,
         le=20,
-        description="Decimals in CSV. A value that would print as 0 keeps that many significant digits in exponent form.",
+        description="Decimals in CSV. A value below 0.1 keeps that many significant digits.",
     )
     start_step: WholeNumber = Field(
         0, ge=0, description="First training step that is collected, by the numbers of the training."

@@ -8,14 +8,13 @@ import os
 import re
 import stat
 import sys
-import threading
 import time
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msmon import log
 from msmon.errors import OutputError
-from msmon.regular_file import read_regular
+from msmon.regular_file import read_regular, write_whole
 from msmon.runtime.interruption import from_signal_handler
 
 if sys.platform != "win32":
@@ -322,14 +321,7 @@ def replace_file(path: Path, text: str) -> None:
     Raises:
         OSError: It cannot be written; an earlier one is unharmed.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
-    try:
-        beside.write_text(text, encoding="utf-8", errors="backslashreplace")  # a lone surrogate becomes JSON's escape
-        beside.replace(path)
-    except OSError as error:
-        pass_on(error)
-        beside.unlink(missing_ok=True)
-        raise
+    write_whole(path, text.encode("utf-8", "backslashreplace"))  # a lone surrogate becomes JSON's escape
 
 
 def read_run_file(directory: Path) -> dict[str, Any] | None:

@@ -31,6 +31,9 @@ EXIT_LIMIT = 30.0
 FORK_LIMIT = 1.0
 """Seconds that a fork waits for the table that is being written."""
 
+_SLICE = 0.1
+"""Seconds that are waited at a time: a process that is stopped and continued in one of them has waited no longer."""
+
 TABLE, END = "table", "end"
 
 _writers: IdentitySet[Writer] = IdentitySet()
@@ -126,12 +129,13 @@ class Writer:
         self._wake.put(TABLE)
 
     def _wait(self, limit: float, *, unwritten: int) -> bool:
-        deadline = time.monotonic() + limit
+        left = limit
         while len(self._tables) > unwritten and not (unwritten and self._device_is_busy()):
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
+            if left <= 0:
                 return False
-            self._progress.acquire(timeout=min(remaining, 0.1))
+            began = time.monotonic()
+            self._progress.acquire(timeout=min(left, _SLICE))
+            left -= min(time.monotonic() - began, 2 * _SLICE)  # the time that the process was stopped does not count
         return True
 
     def _device_is_busy(self) -> bool:

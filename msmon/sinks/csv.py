@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import errno
 import functools
 import io
 import math
+import os
+import sys
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from msmon import log
+from msmon.regular_file import read_regular, write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -31,8 +35,13 @@ _STEPS_HEADER = ("model", "step", "micro_steps", "skipped", "grad_scale", "compl
 _EXACT_POWER = 22
 """Powers of ten up to this one are float64 numbers."""
 
+_POWERS = np.array([float(f"1e{power}") for power in range(_EXACT_POWER + 1)])
+
 _EXACT_WHOLE = 2.0**51
 """Below, halves are float64 numbers too."""
+
+_FULL = 0.1
+"""From here on ``ndigits`` decimals are ``ndigits`` significant digits or more."""
 
 _STATISTICS = ("min", "max", "norm", "mean", "zeros", "nans")
 
@@ -124,7 +133,7 @@ class CsvSink:
 
 
 def format_number(value: float, ndigits: int) -> str:
-    """Round to ``ndigits`` decimals; a value that would print as 0 keeps that many significant digits instead.
+    """Round to ``ndigits`` decimals; a value below 0.1, or that would print as 0, keeps that many significant digits instead.
 
     ``nan``, ``inf`` and ``-inf`` are written as such.
     """
@@ -135,7 +144,9 @@ def _round_one(value: float, ndigits: int) -> float:
     if value - value != 0:  # nan, inf or -inf: rounding knows none of them
         return value
     rounded = round(value, ndigits)
-    return float(f"{value:.{max(ndigits - 1, 0)}e}") if rounded == 0 and value != 0 else rounded
+    if abs(value) < _FULL or rounded == 0:
+        rounded = float(f"{value:.{max(ndigits - 1, 0)}e}")
+    return rounded
 
 
 def round_numbers(numbers: NDArray[np.float64], ndigits: int) -> NDArray[np.float64]:
@@ -152,9 +163,24 @@ def round_numbers(numbers: NDArray[np.float64], ndigits: int) -> NDArray[np.floa
         magnitude = np.abs(scaled)
         plain = (magnitude < _EXACT_WHOLE) & (np.abs(np.abs(scaled - whole) - 0.5) > magnitude * 2.0**-51)
         plain &= (whole != 0) | (numbers == 0)
+        small = np.flatnonzero((np.abs(numbers) < _FULL) & (numbers != 0))
+        rounded[small], plain[small] = _round_small(numbers[small], max(ndigits, 1))
     places = np.flatnonzero(~plain) if ndigits <= _EXACT_POWER else np.arange(len(numbers))
     rounded[places] = [_round_one(value, ndigits) for value in numbers[places].tolist()]
     return rounded
+
+
+def _round_small(numbers: NDArray[np.float64], digits: int) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Numbers rounded to significant digits, and where that is certain: exact powers of ten, and not near a half."""
+    power = digits - 1 - np.floor(np.log10(np.abs(numbers)))
+    factor = _POWERS[np.clip(power, 0, _EXACT_POWER).astype(np.intp)]
+    scaled = numbers * factor
+    whole = np.rint(scaled)
+    magnitude = np.abs(scaled)
+    certain = (power <= _EXACT_POWER) & (magnitude < _EXACT_WHOLE)
+    certain &= (np.abs(whole) >= 10.0 ** (digits - 1)) & (np.abs(whole) < 10.0**digits)
+    certain &= np.abs(np.abs(scaled - whole) - 0.5) > magnitude * 2.0**-51
+    return whole / factor, certain
 
 
 def whole_records(content: bytes) -> bytes:
@@ -185,7 +211,9 @@ class _AppendedFile:
         if self._end is None or removed:
             self._end = self._create(self._header + text)
             return
-        with self._path.open("r+b", buffering=0) as file:
+        with _open_to_write(self._path) as file:
+            if os.fstat(file.fileno()).st_size < self._end:
+                text = self._after_a_cut(file, text)
             file.seek(self._end)
             try:
                 _write_all(file, text)
@@ -195,14 +223,27 @@ class _AppendedFile:
             file.truncate()
         self._end += len(text)
 
+    def _after_a_cut(self, file: io.FileIO, text: bytes) -> bytes:
+        """Somebody has cut the file short: go on after its last whole line, or with a new header."""
+        log.say(
+            f"{self._path} was cut short while the run goes on: rows go on where it ends now", once=f"cut:{self._path}"
+        )
+        file.seek(0)
+        content = whole_records(file.read())
+        if content.startswith(self._header):
+            self._end = len(content)
+            return text
+        self._end = 0
+        return self._header + text
+
     def _take_over(self) -> int | None:
         """Go on in an existing file: the length of its whole lines; ``None`` when there is none.
 
         A file of other columns is left alone, and this one goes beside it as ``….1.csv``, ``….2.csv``, ….
         """
         number = 0
-        while self._path.exists():
-            content = self._path.read_bytes()
+        while os.path.lexists(self._path):
+            content = _content(self._path)
             if content.startswith(self._header):
                 return len(whole_records(content))
             number += 1
@@ -210,16 +251,30 @@ class _AppendedFile:
         return None
 
     def _create(self, content: bytes) -> int:
-        beside = self._path.with_name(f".{self._path.name}.tmp")
-        try:
-            beside.parent.mkdir(parents=True, exist_ok=True)
-            with beside.open("wb", buffering=0) as file:
-                _write_all(file, content)
-            beside.replace(self._path)
-        except OSError:
-            beside.unlink(missing_ok=True)
-            raise
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(self._path, content)
         return len(content)
+
+
+def _content(path: Path) -> bytes:
+    """What a file holds; nothing for what is no file of ours: a link, a pipe.
+
+    Raises:
+        OSError: It cannot be read, or is a folder.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    try:
+        return b"" if path.is_symlink() else read_regular(path, sys.maxsize)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return b""
+
+
+def _open_to_write(path: Path) -> io.FileIO:
+    flags = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    return io.FileIO(os.open(path, flags), "r+b")
 
 
 def _write_all(file: io.FileIO, content: bytes) -> None:

@@ -261,7 +261,8 @@ def test_every_way_to_start_python_is_reached(way: str, injected: Injected) -> N
         "path": ["show"],
     }[way]
     if way == "path":
-        injected.write(f"#!{python}\n{SHOW_FINDERS}\n", "bin/show").chmod(0o755)
+        start = f"#!/bin/sh\n'''exec' '{python}' \"$0\" \"$@\"\n' '''\n"  # a first line takes no path with a space
+        injected.write(f"{start}{SHOW_FINDERS}\n", "bin/show").chmod(0o755)
     path = f"{injected.folder}/bin:{os.environ['PATH']}"
     done = injected.run(*command, stdin=SHOW_FINDERS if way == "stdin" else None, PATH=path)
     assert (done.returncode, done.stdout, said(done)) == (0, "1\n", [])

@@ -62,6 +62,8 @@ def test_numbers_stay_visible(value: float, ndigits: int) -> None:
     """A number never prints as another one further off than its decimals say, and only 0 prints as 0."""
     written = float(format_number(value, ndigits))
     assert (written == 0) == (value == 0)
+    if ndigits:
+        assert abs(written - value) <= 10.0 ** (1 - ndigits) * abs(value) + 5e-324, "as many significant digits"
     assert abs(written - value) <= 0.5 * 10.0**-ndigits * (1 + 1e-9) + abs(value) * 1e-15 or (
         abs(written - value) <= 0.5 * 10.0 ** (1 - max(ndigits, 1)) * abs(value) * (1 + 1e-9) + 5e-324
     )

@@ -205,6 +205,26 @@ def test_dead() -> None:
     assert not any(fired(evaluator(rule), *[0.0] * 9, kind="param_updated", name="fc.bias"))
 
 
+@pytest.mark.parametrize(
+    ("rule", "number"),
+    [
+        ({"rule_name": "AnomalyDead", "args": {"steps": 3}}, 0.0),
+        ({"rule_name": "AnomalyGradient", "args": {"steps": 3, "low": 1e-3}}, 1e-6),
+    ],
+)
+def test_since_when(rule: dict[str, Any], number: float) -> None:
+    """What is said after so many steps says when they began."""
+    judge = evaluator(rule)
+    found = [
+        anomaly.message
+        for i, norm in [(2, 1.0), (5, number), (7, number), (9, number)]
+        for anomaly in judge.judge(step(i, {row(): [norm]}), ["norm"])
+    ]
+    assert len(found) == 1
+    assert "since step 5" in found[0]
+    assert found[0].endswith("at step 9")
+
+
 # AnomalyUpdateRatio, AnomalyAttentionLogits
 
 

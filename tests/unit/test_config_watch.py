@@ -185,10 +185,10 @@ def test_cannot_be_switched(path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         set_dynamic(path, on=True)
     path.write_text("{}")
 
-    def refuse(self: Path, target: Path) -> None:
+    def refuse(source: object, target: object) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(Path, "replace", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(OutputError, match="Read-only"):
         set_dynamic(path, on=True)
     assert path.read_text() == "{}"

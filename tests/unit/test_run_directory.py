@@ -332,10 +332,10 @@ def test_run_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     """A failed write leaves the earlier content, and nothing half-written beside it."""
     write_run_file(tmp_path, {"started": "1"})
 
-    def refuse(self: Path, target: Path) -> Path:
+    def refuse(source: object, target: object) -> Path:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "replace", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(OSError, match="No space"):
         write_run_file(tmp_path, {"started": "2"})
     monkeypatch.undo()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import threading
@@ -317,3 +318,17 @@ def test_a_hanging_disk_does_not_keep_a_process_from_forking(
     sink.may_write.set()
     assert writer.drain()
     assert sink.numbers == [0]
+
+
+def test_time_in_which_the_process_is_stopped(writer: Writer, sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is stopped for an hour and continued (docker pause, a scheduler) has not waited for an hour."""
+    clock = itertools.count(0.0, 3600.0)
+    monkeypatch.setattr(writer_module.time, "monotonic", lambda: next(clock))
+    sink.may_write.clear()
+    writer.submit(table(0))
+    opener = threading.Timer(1.0, sink.may_write.set)
+    opener.start()
+    for step in range(1, 4):
+        writer.submit(table(step))
+    assert writer.drain()
+    assert (sink.numbers, writer.dropped) == ([0, 1, 2, 3], 0)

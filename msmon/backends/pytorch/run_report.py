@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from msmon import __version__
+from msmon import __version__, env
 from msmon.backends.pytorch.naming import class_name
 from msmon.runtime.run_directory import utc_now
 
@@ -34,7 +34,7 @@ def run_report(
         "rank": place.rank,
         "world_size": place.world_size,
         "host": socket.gethostname(),
-        "command": sys.orig_argv,
+        "command": env.shown(sys.orig_argv),
         "msmon": injected,
         "versions": {
             "msmon": __version__,

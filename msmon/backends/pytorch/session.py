@@ -50,7 +50,7 @@ from msmon.runtime.interruption import from_signal_handler
 from msmon.runtime.references import IdentitySet
 from msmon.runtime.run_directory import make_run_directory, replace_file
 from msmon.runtime.termination import Termination
-from msmon.runtime.writer import Writer
+from msmon.runtime.writer import STALL_LIMIT, Writer
 from msmon.sinks import tensorboard
 from msmon.sinks.base import RestoringSink, SeveralSinks
 from msmon.sinks.csv import CsvSink
@@ -212,6 +212,8 @@ class Session:
         self.steps_cut_short = 0
         self._models: list[dict[str, Any]] = []
         self._late: list[tuple[StepTable, MonitorConfig]] = []
+        self._opening: threading.Thread | None = None
+        self._opening_lock = threading.RLock()
         self._output_root = Path(output_root or env.output_root())
         self._injected = injected or {}
         self._on_training = on_training
@@ -636,9 +638,32 @@ class Session:
 
     def open(self) -> None:
         """Make the directory and start the writer, once. A place that cannot be written is said once."""
-        if self.output is None and not self._unwritable:
-            with self._lock:
-                self._open()
+        if self.output is not None or self._unwritable:
+            return
+        opening = self._opening
+        if opening is not None:
+            if not opening.is_alive():
+                self._opening = None
+            return  # it hangs: training does not wait for it any more
+        self._opening = opening = threading.Thread(target=self._open_guarded, name="msmon-opening", daemon=True)
+        try:
+            opening.start()
+        except RuntimeError:  # the interpreter is shutting down and starts no more threads
+            self._opening = None
+            self._open_guarded()
+            return
+        left = STALL_LIMIT
+        while opening.is_alive() and left > 0:
+            opening.join(min(left, 0.1))
+            left -= 0.1
+        if opening.is_alive():
+            log.say(f"{self._output_root} has not answered for {STALL_LIMIT:.0f} s: nothing is recorded until it does")
+        else:
+            self._opening = None
+
+    def _open_guarded(self) -> None:
+        with self._opening_lock:
+            self.guard.run(self._open)
 
     def _open(self) -> None:
         if self.output is not None or self._unwritable or self.place is None or self.config.format == "api":
@@ -819,6 +844,7 @@ class Session:
             self._termination.after_fork()
             self._termination = None
         self._lock = threading.RLock()
+        self._opening, self._opening_lock = None, threading.RLock()
         self._gone = queue.SimpleQueue()  # the parent's writer may have been at the old one
         if self.output is not None:
             self.output.release()  # the locks are the parent's, for as long as that lives

@@ -79,11 +79,15 @@ def _package(settings):
     """Import msmon from where ``msmon run`` has it; where that does not exist (another host), from this interpreter."""
     if "msmon" in sys.modules:
         return
+    import hashlib
     import importlib.util
     import json
 
-    with open(settings, encoding="utf-8") as file:
-        folder = json.load(file)["package"]
+    with open(settings, "rb") as file:
+        content = file.read()
+    if hashlib.sha256(content).hexdigest() != os.path.basename(settings).rpartition("-")[2][:-5]:
+        raise ValueError(f"{settings} is not as msmon run has written it")  # others may write to its folder
+    folder = json.loads(content)["package"]
     code = os.path.join(folder, "__init__.py")
     if not os.path.isfile(code):
         import msmon  # noqa: F401
@@ -96,7 +100,12 @@ def _package(settings):
 
 def _arm(settings):
     def note(module):
-        _package(settings)
+        try:
+            _package(settings)
+        except ValueError as error:
+            _Finder.hooks = {}
+            sys.stderr.write(f"msmon: {error}: nothing is recorded in this process\n")
+            return
         from msmon.bootstrap import process
 
         process.framework_imported(module, _debug)
