@@ -7,6 +7,7 @@ same: the content counts, once it can be used.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
@@ -38,6 +39,7 @@ _NETWORK = re.compile(
     r"nfs\d?|cifs|smb\d?|smbfs|fuse\..*|fuse|lustre|gpfs|beegfs|ceph|9p|virtiofs|afs|glusterfs|dpc|vboxsf"
 )
 _MOUNTS = Path("/proc/self/mounts")
+_WATCHDOG = logging.getLogger("watchdog.observers.inotify")
 
 
 class ConfigWatcher:
@@ -86,7 +88,12 @@ class ConfigWatcher:
         """Leave no thread behind."""
         self._stopping = True
         self._wake.set()
-        self._observer.stop()
+        # An emitter that is told to stop between two looks at the kernel's queue logs that as an error.
+        _WATCHDOG.addFilter(_not_about_stopping)
+        try:
+            self._observer.stop()  # waits for the emitters
+        finally:
+            _WATCHDOG.removeFilter(_not_about_stopping)
         for thread in (self._observer, self._thread):
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(timeout=5)
@@ -125,6 +132,10 @@ class ConfigWatcher:
             return self.path.read_bytes()
         except OSError:
             return None
+
+
+def _not_about_stopping(record: logging.LogRecord) -> bool:
+    return "when the thread is inactive" not in record.getMessage()
 
 
 class _Handler(FileSystemEventHandler):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import time
@@ -204,3 +205,21 @@ def test_changed_before_it_is_watched(path: Path) -> None:
     watcher.start()
     assert heard.wait().ndigits == 3
     watcher.stop()
+
+
+def test_stopping_is_silent(path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Watchdog's error about an emitter that is stopped between two looks is not shown; what else it says is."""
+    watcher = ConfigWatcher(path, lambda _: None, content=None, polling=False)
+    logger = logging.getLogger("watchdog.observers.inotify")
+    stop = watcher._observer.stop
+
+    def between_two_looks() -> None:
+        logger.error("InotifyEmitter.queue_events() called when the thread is inactive")
+        logger.error("something else")
+        stop()
+
+    monkeypatch.setattr(watcher._observer, "stop", between_two_looks)
+    watcher.start()
+    watcher.stop()
+    assert [record.getMessage() for record in caplog.records if record.name == logger.name] == ["something else"]
+    assert not logger.filters
