@@ -99,5 +99,5 @@ def seen() -> str:
     modules = discovery.counts["modules"]
     text = f"{modules} modules and no optimizer were constructed in this process"
     if modules:
-        text += "; weights that are updated by hand can be watched with msmon.pytorch.TrainerMon"
+        text += "; weights that the script updates by hand are not watched: let torch.optim.SGD update them"
     return text

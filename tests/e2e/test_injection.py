@@ -5,9 +5,11 @@ Most facts need no tensor framework: a folder named ``torch`` with two small mod
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -160,6 +162,46 @@ def test_without_a_sitecustomize_of_the_user_nothing_is_said(injected: Injected)
     done = injected.python(code)
     assert done.stdout == (system or f"{SITE_FOLDER / 'sitecustomize.py'}\n")
     assert said(done) == []
+
+
+OLD_PYTHONS = [
+    path
+    for version in ("2.7", "3.6", "3.9")
+    for path in sorted(Path.home().glob(f".pyenv/versions/{version}*/bin/python")) or [shutil.which(f"python{version}")]
+    if path
+]
+
+
+@pytest.mark.skipif(not OLD_PYTHONS, reason="no Python older than 3.10 here")
+@pytest.mark.parametrize("python", OLD_PYTHONS, ids=str)
+def test_an_old_python_is_left_alone(python: Path | str, injected: Injected) -> None:
+    """A child of any version starts in silence, with the user's own sitecustomize; as the command it is told so."""
+    injected.write("import sys; sys.stderr.write('own\\n')", "user/sitecustomize.py")
+    starts = f"import subprocess; subprocess.call([{str(python)!r}, '-c', 'print(1)'])"
+    child = injected.python(starts)
+    assert (child.stdout, said(child)) == ("1\n", [])
+    chained = injected.run(str(python), "-c", "print(1)", PYTHONPATH="user")
+    assert (chained.stdout, set(said(chained))) == ("1\n", {"own"})
+    assert "msmon needs 3.10" in chained.stderr
+
+
+def test_the_start_can_be_read_by_every_python() -> None:
+    """What a Python of 2.7 would not parse or know is absent: text is ASCII, nothing is annotated, no f-string."""
+    text = (SITE_FOLDER / "sitecustomize.py").read_text(encoding="ascii")
+    newer = (
+        ast.JoinedStr,
+        ast.NamedExpr,
+        ast.AnnAssign,
+        ast.Nonlocal,
+        ast.AsyncFunctionDef,
+        ast.YieldFrom,
+        ast.Starred,
+    )
+    nodes = list(ast.walk(ast.parse(text)))
+    found = [ast.unparse(node) for node in nodes if isinstance(node, newer)]
+    assert [text for text in found if not text.startswith("*sys.version_info")] == []
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    assert not any(node.returns or node.args.kwonlyargs or node.args.posonlyargs for node in functions)
 
 
 @pytest.mark.parametrize("switch", ["MSMON=0", "gone"])

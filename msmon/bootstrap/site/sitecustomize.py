@@ -3,6 +3,8 @@
 It waits for torch to be imported, then for an optimizer: launchers, loader workers and compilers never get that far.
 The directory leaves ``sys.path`` at once, so that nothing a process derives from its path is injected (the workers of
 torch.compile), and stays in ``PYTHONPATH``, so that real children are. A ``sitecustomize`` that this one hides is run.
+
+A training may start any Python, 2.7 too: this file keeps to what all of them can read, and does nothing in the old ones.
 """
 
 import os
@@ -10,6 +12,8 @@ import sys
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
+
+_OLDEST = (3, 10)
 
 _AWAITED = (
     "torch.nn.modules.module",
@@ -22,14 +26,14 @@ def _debug(text):
     where = os.environ.get("MSMON_DEBUG")
     if not where:
         return
-    line = f"msmon: pid {os.getpid()} of {os.getppid()}: {text}\n"
+    line = "msmon: pid {} of {}: {}\n".format(os.getpid(), os.getppid(), text)
     try:
         if where == "1":
             sys.stderr.write(line)
         else:
-            with open(where, "a", encoding="utf-8") as file:
-                file.write(line)
-    except (OSError, AttributeError):
+            with open(where, "ab") as file:
+                file.write(line if isinstance(line, bytes) else line.encode("utf-8", "backslashreplace"))
+    except (OSError, IOError, AttributeError):
         pass  # nowhere to write: the process is not ours to disturb
 
 
@@ -67,12 +71,12 @@ class _Finder:
             try:
                 hook(module)
             except Exception as error:  # a fault of ours must not fail the user's import
-                _debug(f"hook of {module.__name__} failed: {error!r}")
+                _debug("hook of {} failed: {!r}".format(module.__name__, error))
 
         try:
             loader.exec_module = exec_module
         except AttributeError:
-            _debug(f"{type(loader).__name__} takes no hook")
+            _debug("{} takes no hook".format(type(loader).__name__))
 
 
 def _package(settings):
@@ -112,13 +116,17 @@ def _arm(settings):
 
     _Finder.hooks = dict.fromkeys(_AWAITED, note)
     sys.meta_path.insert(0, _Finder)
+
+
+def _tell_at_exit(settings):
     if os.environ.get("MSMON_MAIN_PID") == str(os.getpid()):
         import atexit
 
-        atexit.register(_at_exit, settings, os.getpid())
+        # Python 2 empties a module that nothing refers to any more, and the user's own takes our place in sys.modules.
+        atexit.register(_at_exit, settings, os.getpid(), sys.modules.get(__name__))
 
 
-def _at_exit(settings, pid):
+def _at_exit(settings, pid, _kept):
     """If no process of the run recorded anything, say so, and what was seen in the command's own process.
 
     Nothing is imported here: an ``exec`` of text (``dataclasses`` has one) makes Python forget that it ends by Ctrl-C.
@@ -127,12 +135,17 @@ def _at_exit(settings, pid):
     try:
         if os.getpid() != pid or (process and process.records()) or _recorded(settings):
             return
-        seen = (
-            process.seen() if process else "torch was never imported in this process; is it another Python that trains?"
+        if sys.version_info < _OLDEST:
+            seen = "this is Python {}.{}, msmon needs 3.10".format(*sys.version_info[:2])
+        elif process:
+            seen = process.seen()
+        else:
+            seen = "torch was never imported in this process; is it another Python that trains?"
+        sys.stderr.write(
+            "msmon: no training step was seen: {} (MSMON_DEBUG=1 shows what each process decided)\n".format(seen)
         )
-        sys.stderr.write(f"msmon: no training step was seen: {seen} (MSMON_DEBUG=1 shows what each process decided)\n")
     except Exception as error:  # the process ends; its exit code is the user's
-        _debug(f"at exit: {error!r}")
+        _debug("at exit: {!r}".format(error))
 
 
 def _recorded(settings):
@@ -140,12 +153,12 @@ def _recorded(settings):
     root, name = os.path.split(settings)
     run_id = name.split("-")[1]
     for directory in os.listdir(root):
-        if directory.endswith(f"-{run_id}"):
+        if directory.endswith("-" + run_id):
             return True
         report = os.path.join(root, directory, "run.json")
         if os.path.isfile(report) and os.path.getmtime(report) >= os.path.getmtime(settings):
-            with open(report, encoding="utf-8") as file:
-                if run_id in file.read():
+            with open(report, "rb") as file:
+                if run_id.encode() in file.read():
                     return True
     return False
 
@@ -159,8 +172,11 @@ def _start():
     if not settings:
         return "off: no MSMON_CONFIG"
     if not os.path.isfile(settings):
-        return f"off: {settings} does not exist (left over from an earlier run?)"
+        return "off: {} does not exist (left over from an earlier run?)".format(settings)
     sys._msmon_started = True
+    _tell_at_exit(settings)
+    if sys.version_info < _OLDEST:
+        return "off: Python {}.{}, msmon needs 3.10".format(*sys.version_info[:2])
     _arm(settings)
     return "waiting for torch"
 
@@ -173,7 +189,8 @@ def _chain():
     try:
         import sitecustomize  # noqa: F401
     except ImportError as error:
-        if error.name != "sitecustomize":
+        missing = getattr(error, "name", None) or str(error).split(" ")[-1]  # Python 2 has the text only
+        if missing != "sitecustomize":
             raise
     finally:
         if ours is not None:
@@ -181,7 +198,7 @@ def _chain():
 
 
 try:
-    _debug(f"{_start()} argv={getattr(sys, 'orig_argv', [])} flags={sys.flags}")
+    _debug("{} argv={} flags={}".format(_start(), getattr(sys, "orig_argv", []), sys.flags))
 except Exception as error:  # noqa: BLE001
-    _debug(f"start failed: {error!r}")
+    _debug("start failed: {!r}".format(error))
 _chain()
