@@ -90,13 +90,14 @@ def main() -> NoReturn:
         code = ending.code
     except MsmonError as error:
         code = _failed(error)
+    except streams.PrintingError as error:
+        code = _failed(_unprinted(error))
     except OSError as error:  # a place that cannot be read or written, and of which no command knows more to say
         code = _failed(_unusable(error))
     try:
         print(end="", flush=True)  # noqa: T201 - unlike a method of sys.stdout it bears that there is none
     except OSError as error:
-        console.show_error(OutputError(f"cannot write what was to be printed ({error})", hint="is the disk full?"))
-        code = ExitCode.FAILED
+        code = _failed(_unprinted(error))
     sys.exit(code)  # type: ignore[arg-type]
 
 
@@ -105,6 +106,10 @@ def _failed(error: MsmonError) -> ExitCode:
     if os.environ.get(env.DEBUG):
         traceback.print_exc()
     return error.exit_code
+
+
+def _unprinted(error: OSError) -> MsmonError:
+    return OutputError(f"cannot write what was to be printed ({error.strerror})", hint="is the disk full?")
 
 
 def _unusable(error: OSError) -> MsmonError:

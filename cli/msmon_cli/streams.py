@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
+class PrintingError(OSError):
+    """What was to be printed could not be, and somebody wants to read it."""
+
+
 class _Output(io.FileIO):
     """A descriptor, to which writing goes on in vain when nobody reads any more: the exit code stays what it would be."""
 
@@ -25,7 +29,7 @@ class _Output(io.FileIO):
             except OSError as error:
                 self._given_up = True
                 if not isinstance(error, BrokenPipeError):
-                    raise
+                    raise PrintingError(*error.args) from error
         return memoryview(data).nbytes
 
 

@@ -11,6 +11,8 @@ import typer  # noqa: TC002 - Typer reads the annotations
 from msmon.errors import OptionError
 
 _MOST_DIGITS = 18
+_LONGEST_NAME = 255
+"""Bytes of a part of a path, on every file system that trainings write to."""
 
 
 def usable_path(value: Path | None, param: typer.CallbackParam) -> Path | None:
@@ -26,14 +28,22 @@ def usable_path(value: Path | None, param: typer.CallbackParam) -> Path | None:
         path = Path(value).expanduser()
     except RuntimeError as error:
         raise OptionError(f"no such place: `{_shortened(str(value))}` ({error})", hint=hint) from error
-    try:
-        os.lstat(path)
-    except ValueError as error:
-        raise OptionError(f"no such place: `{_shortened(str(value))}` ({error})", hint=hint) from error
-    except OSError as error:
-        if error.errno in {errno.ENAMETOOLONG, errno.ELOOP}:
-            raise OptionError(f"no such place: `{_shortened(str(value))}` ({error.strerror})", hint=hint) from error
+    refusal = _refusal(path)
+    if refusal:
+        raise OptionError(f"no such place: `{_shortened(str(value))}` ({refusal})", hint=hint)
     return path
+
+
+def _refusal(path: Path) -> str:
+    try:
+        if any(len(os.fsencode(part)) > _LONGEST_NAME for part in path.parts):
+            return os.strerror(errno.ENAMETOOLONG)
+        os.lstat(path)
+    except ValueError as error:  # no bytes for such characters, a NUL
+        return str(error)
+    except OSError as error:
+        return os.strerror(error.errno) if error.errno in {errno.ENAMETOOLONG, errno.ELOOP} else ""
+    return ""
 
 
 def usable_text(value: str, param: typer.CallbackParam) -> str:

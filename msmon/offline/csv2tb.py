@@ -184,7 +184,13 @@ def _expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def _check_target(target: Path, tasks: Sequence[_Task]) -> None:
-    """TensorBoard would mix what is converted with what event files of others in the same directory say."""
+    """TensorBoard would mix what is converted with what event files of others in the same directory say.
+
+    Raises:
+        OutputError: It would, or cannot write there at all.
+    """
+    if not str(target).isascii() and str(target) != str(target).encode("utf-8", "replace").decode():
+        raise OutputError(f"TensorBoard takes no path that is not UTF-8: `{target}`", hint="choose another place")
     for task in tasks:
         directory = target / task.place
         if any(not name.endswith(MARK) for name in _event_files(directory)):

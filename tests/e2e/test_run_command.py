@@ -82,7 +82,7 @@ def test_options_for_alerts(runner: Runner) -> None:
         (["--rule", "os.system"], "MODULE:FUNCTION"),
         (["--rule", "a:b c"], "MODULE:FUNCTION"),
         (["--rule", ":b"], "MODULE:FUNCTION"),
-        (["--on-alert-command", "no-such-command-here x"], "no such command"),
+        (["--on-alert-command", "no-such-command-here x"], "no command that exists"),
         (["--on-alert-command", "'open"], "No closing"),
         (["--on-alert", "explode"], "explode"),
     ],

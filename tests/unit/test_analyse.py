@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
+import os
+import pty
 import random
 import shutil
+import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from alert_steps import evaluator, row, step
+from conftest import MSMON
 from typer.testing import CliRunner
 
 from msmon.alerts.files import AnomalyFile
@@ -212,10 +217,10 @@ def test_other_rules_afterwards(tmp_path: Path) -> None:
 # The command
 
 
-def run(*arguments: str) -> Any:
+def run(*arguments: str, **environment: str) -> Any:
     from msmon_cli.app import app
 
-    return CliRunner().invoke(app, ["analyse", *arguments], env={"COLUMNS": "120", "NO_COLOR": "1"})
+    return CliRunner().invoke(app, ["analyse", *arguments], env={"COLUMNS": "120", "NO_COLOR": "1", **environment})
 
 
 def test_command(tmp_path: Path) -> None:
@@ -233,6 +238,78 @@ def test_command(tmp_path: Path) -> None:
     assert "replaced" in run(str(tmp_path)).stderr
     assert run(str(tmp_path), "--exit-code").exit_code == 3
     assert run(str(tmp_path), "--exit-code", "-s", "[4]").exit_code == 0
+
+
+LONG_NAME = "transformer.encoder.blocks.10.attention.projection.with_a_long_name.weight"
+
+
+def dump_names(root: Path) -> list[str]:
+    """Names that are long, and that do something to a terminal."""
+    names = [LONG_NAME, "\x1b[31mred\u202e", "two\nlines[bold]", "w"]
+    dump(root, 0, *(entry(step=number, name=name) for number, name in enumerate(names)))
+    return [f"0:{name}" for name in (LONG_NAME, r"\x1b[31mred\u202e", r"two\nlines[bold]", "w")]
+
+
+@pytest.mark.parametrize("columns", ["20", "80", "200"])
+def test_a_line_an_anomaly(columns: str, tmp_path: Path) -> None:
+    """For `grep`, whatever COLUMNS says: nothing cut, nothing wrapped, nothing that a terminal would act on."""
+    shown = dump_names(tmp_path)
+    done = run(str(tmp_path), COLUMNS=columns)
+    found, header, *lines = done.stdout.splitlines()
+    assert found == "4 anomalies on 1 rank:"
+    assert [line.split(maxsplit=6)[5:] for line in lines] == [[name, "AnomalyNan: norm nan"] for name in shown]
+    assert {line.index("AnomalyNan") for line in lines} == {header.index("finding")}
+
+
+def test_a_narrow_terminal(tmp_path: Path) -> None:
+    """There, what was found stands below the tensor; names are whole."""
+    shown = dump_names(tmp_path)
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "110", "NO_COLOR": "1", "TERM": "dumb"}
+    with os.fdopen(theirs, "wb") as terminal:
+        subprocess.run([MSMON, "analyse", str(tmp_path)], stdout=terminal, stderr=subprocess.DEVNULL, env=environment)
+    lines = os.read(ours, 100_000).decode().splitlines()
+    os.close(ours)
+    assert [line.split()[-1] for line in lines[2::2]] == shown
+    assert {line.strip() for line in lines[3::2]} == {"AnomalyNan: norm nan"}
+    assert max(map(len, lines)) <= 110
+
+
+def test_as_csv(tmp_path: Path) -> None:
+    """The same rows, a header, and nothing else on stdout."""
+    shown = dump_names(tmp_path)
+    lines = list(csv.DictReader(run(str(tmp_path), "--csv").stdout.splitlines()))
+    assert [line["tensor"] for line in lines] == shown
+    assert lines[1] == {
+        "number": "2", "step": "1", "micro_step": "0", "rank": "0", "kind": "actv", "tensor": shown[1], "finding": "AnomalyNan: norm nan",
+    }  # fmt: skip
+    assert run(str(tmp_path), "--csv", "--json").exit_code == 2
+
+
+def test_json_holds_what_a_terminal_would_act_on(tmp_path: Path) -> None:
+    """As escapes of JSON: names come back as they were."""
+    dump_names(tmp_path)
+    printed = run(str(tmp_path), "--json").stdout
+    assert "\x1b" not in printed
+    assert "\u202e" not in printed
+    assert json.loads(printed)["anomalies"][1]["tag_name"] == "0:\x1b[31mred\u202e/rank0/actv"
+
+
+def test_damaged_entries(tmp_path: Path) -> None:
+    """Those before a damaged place are ranked; an entry without what all have is named."""
+    key, whole = entry()
+    path = tmp_path / "anomaly_detected/rank0/anomaly.json"
+    wrong = [{**whole, "message": None}, {**whole, "step": True}, {**whole, "rank": "0"}, [], None]
+    dump(tmp_path, 0, (key, whole), *((f"x{number}", one) for number, one in enumerate(wrong)))  # type: ignore[arg-type]
+    analysis = analyse(tmp_path)
+    assert (analysis.total, analysis.damaged) == (1, True)
+    assert analysis.faults == [f"{path}: left out: an entry that is no anomaly (entry 2 and 4 more)"]
+    for rest in ('"half', "[" * 100_000, f'"a": {"9" * 5000}', '"a": 1 "b"', "\0" * 1000):
+        path.write_text(f"{{{json.dumps(key)}: {json.dumps(whole)},\n{rest}")
+        analysis = analyse(tmp_path)
+        assert [one for one, _ in analysis.first] == [key]
+        assert analysis.faults[0].startswith(f"{path}: left out: ")
+        assert "everything after " in analysis.faults[0]
 
 
 def test_command_as_json(tmp_path: Path) -> None:

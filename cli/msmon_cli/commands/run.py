@@ -15,7 +15,7 @@ import typer
 from msmon.alerts.options import OnAlert  # noqa: TC001 - Typer reads the annotations
 from msmon.errors import ConfigError
 from msmon_cli import console
-from msmon_cli.values import usable_path, usable_text, whole_number
+from msmon_cli.values import usable_path, usable_text, whole_number, wrong_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -351,13 +351,15 @@ def _alert_options(on_alert: OnAlert | None, command: str, rules: list[str]) -> 
     for rule in rules:
         module, _, function = rule.partition(":")
         if not all(part.isidentifier() for part in [*module.split("."), *function.split(".")]):
-            raise typer.BadParameter(f"{rule!r} is no MODULE:FUNCTION, such as checks:too_large", param_hint="--rule")
+            raise wrong_value("--rule", rule, "not MODULE:FUNCTION", "write it as checks:too_large")
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise typer.BadParameter(f"{command!r}: {error}", param_hint="--on-alert-command") from None
+        hint = "quote it as for a shell"
+        raise wrong_value("--on-alert-command", command, f"not a command ({error})", hint) from None
     if words and shutil.which(words[0]) is None:
-        raise typer.BadParameter(f"no such command: {words[0]}", param_hint="--on-alert-command")
+        hint = "give its path, or put it on the PATH"
+        raise wrong_value("--on-alert-command", words[0], "no command that exists", hint)
     return _as_document(on_alert=on_alert.value if on_alert else None, command=command, rules=rules)
 
 
