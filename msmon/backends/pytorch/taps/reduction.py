@@ -10,7 +10,7 @@ from msmon.backends.pytorch.recorder import describe, parts_by_device
 from msmon.runtime.interruption import from_signal_handler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -82,9 +82,10 @@ class Reduction:
                 if from_signal_handler(error):
                     raise
                 failed = self._add_each(recorder, kind, readable, on_device)
-                if failed == len(readable) and not isinstance(error, UnsupportedTensorError):
+                if len(failed) == len(readable) and not isinstance(error, UnsupportedTensorError):
                     raise  # no tensor's fault
-            self._add_each(recorder, kind, unread, on_device)
+                self._leave_out_all(kind, failed)
+            self._leave_out_all(kind, self._add_each(recorder, kind, unread, on_device))
 
     def _apart(self, kind: str, named: list[_Named]) -> tuple[list[_Named], list[_Named]]:
         """Tensors to be reduced together, and those that could not be read the last time, whose company costs the others."""
@@ -106,9 +107,11 @@ class Reduction:
         tensors = [tensor for _, tensor in named]
         recorder.add(rows, [self._kernel.reduce(tensors, self._statistics, self._eps, divisor=divisor)])
 
-    def _add_each(self, recorder: StepRecorder, kind: str, named: Sequence[_Named], divisor: Tensor | None) -> int:
-        """One by one; how many failed."""
-        failed = 0
+    def _add_each(
+        self, recorder: StepRecorder, kind: str, named: Sequence[_Named], divisor: Tensor | None
+    ) -> dict[str, Exception]:
+        """One by one; the names of those that failed, and why."""
+        failed: dict[str, Exception] = {}
         for watched, tensor in named:
             try:
                 self._add(recorder, kind, [(watched, tensor)], divisor)
@@ -116,10 +119,13 @@ class Reduction:
             except Exception as error:  # noqa: PERF203 - each on its own, that is what this is for
                 if from_signal_handler(error):
                     raise
-                failed += 1
-                self._unread.add((kind, watched.name))
-                self.leave_out(watched.name, kind, error)
+                failed[watched.name] = error
         return failed
+
+    def _leave_out_all(self, kind: str, failed: Mapping[str, Exception]) -> None:
+        for name, error in failed.items():
+            self._unread.add((kind, name))
+            self.leave_out(name, kind, error)
 
     def attempt(self, name: str, kind: str, compute: Callable[[], T]) -> T | None:
         """What is computed of one tensor before it is reduced; ``None`` when that fails, and the tensor is left out."""
