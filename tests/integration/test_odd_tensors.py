@@ -10,6 +10,7 @@ import torch
 from integration.truth import batch, net
 from torch import nn
 
+from msmon.backends.pytorch.adapters.parts import tensors_inside
 from msmon.backends.pytorch.kernels.choose import choose_kernel
 from msmon.backends.pytorch.recorder import StepRecorder
 from msmon.backends.pytorch.taps.reduction import Reduction
@@ -294,6 +295,14 @@ def test_state_of_optimizers_of_one_class(room: Room) -> None:
     norms = [float(optimizer.state[part[0]]["d"].norm()) for optimizer, part in zip(optimizers, parts, strict=True)]
     assert len(sizes) == len(norms) == 2
     assert all("LBFGS" in name for name in sizes)
+
+
+def test_very_much_state(capfd: pytest.CaptureFixture[str]) -> None:
+    """More tensors than anybody looks at are cut off, which is said; as many as that are not."""
+    assert len(list(tensors_inside({"all": [torch.ones(1)] * 1024}))) == 1024
+    assert capfd.readouterr().err == ""
+    assert len(list(tensors_inside({"all": [torch.ones(1)] * 1025}))) == 1024
+    assert "more than 1024 tensors in the state of one parameter" in capfd.readouterr().err
 
 
 @dataclass

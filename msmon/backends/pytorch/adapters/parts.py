@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from msmon import log
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -80,3 +82,5 @@ def tensors_inside(state: Mapping[Any, Any]) -> Iterator[tuple[str, Tensor]]:
             else:
                 continue
             stack += reversed(inside)
+    if any(isinstance(value, torch.Tensor) for _, value, _ in stack):
+        log.say(f"more than {_MOST} tensors in the state of one parameter: the first are recorded", once="state:many")
