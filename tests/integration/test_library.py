@@ -653,3 +653,86 @@ def test_functions_that_another_tool_wraps_between_two_monitors(runner: Runner) 
     assert len(names) > 6
     for name in names:
         assert (second / name).read_text() == (first / name).read_text(), name
+
+
+def add_up(parameter: torch.Tensor, *, keep: str, leave: str) -> None:
+    """What a script does in a hook of its own: add the gradient to a float32 buffer, and let it go."""
+    gradient = parameter.grad
+    assert gradient is not None
+    before = getattr(parameter, keep, None)
+    if before is None:
+        setattr(parameter, keep, gradient.float().clone())
+    elif leave == "a new buffer":
+        setattr(parameter, keep, before + gradient.float())
+    else:
+        before += gradient.float()
+    if leave == "zeros":
+        gradient.zero_()
+    else:
+        parameter.grad = None
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.parametrize("leave", ["nothing", "zeros", "a new buffer"])
+def test_gradients_added_up_by_the_script(
+    room: Room, capfd: pytest.CaptureFixture[str], leave: str, *, every: bool, when: str
+) -> None:
+    """The unreduced gradient is the sum that the script's hooks have made in ``main_grad`` when a backward pass ends."""
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    model = torch.nn.Module()
+    model.weight = weight
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    monitor = room.monitor(monitor_mbs_grad=every, params_have_main_grad=True)
+    if when == "before":
+        weight.register_post_accumulate_grad_hook(lambda p: add_up(p, keep="main_grad", leave=leave))
+    monitor.set_monitor(model, 2, optimizer)
+    if when == "after":
+        weight.register_post_accumulate_grad_hook(lambda p: add_up(p, keep="main_grad", leave=leave))
+    for _ in range(3):
+        for factor in (4.0, 8.0):
+            (weight * factor).sum().backward()
+        weight.grad = weight.main_grad.to(weight.dtype)  # type: ignore[attr-defined]
+        optimizer.step()
+        weight.grad, weight.main_grad = None, None  # type: ignore[attr-defined]
+    unreduced = [(row.step, row["norm"], row.values["dtype"]) for row in room.rows("grad_unreduced")]
+    sums = (4.0, 12.0) if every else (12.0,)
+    assert unreduced == [(step, value, "torch.float32") for step in range(3) for value in sums]
+    assert [row["norm"] for row in room.rows("grad_reduced")] == [12.0] * 3
+    assert "takes .grad away" not in capfd.readouterr().err
+
+
+def test_main_grad_that_is_filled_later(room: Room) -> None:
+    """What no hook has written to during the backward pass is no sum of gradients: ``.grad`` is read."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    model = torch.nn.Module()
+    model.weight = weight
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    room.monitor(params_have_main_grad=True).set_monitor(model, 2, optimizer)
+    for _ in range(3):
+        for factor in (4.0, 8.0):
+            (weight * factor).sum().backward()
+        weight.main_grad = weight.grad / 2  # type: ignore[attr-defined, operator]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [row["norm"] for row in room.rows("grad_unreduced")] == [12.0] * 3
+    assert [row["norm"] for row in room.rows("grad_reduced")] == [6.0] * 3
+
+
+def test_gradients_added_up_elsewhere(room: Room, capfd: pytest.CaptureFixture[str]) -> None:
+    """Where the script adds up cannot be known from its name: the row is the last micro-batch's, which is said."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    model = torch.nn.Module()
+    model.weight = weight
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    room.monitor().set_monitor(model, 2, optimizer)
+    weight.register_post_accumulate_grad_hook(lambda p: add_up(p, keep="summed", leave="nothing"))
+    for _ in range(3):
+        for factor in (4.0, 8.0):
+            (weight * factor).sum().backward()
+        weight.grad, weight.summed = weight.summed, None  # type: ignore[attr-defined]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [row["norm"] for row in room.rows("grad_unreduced")] == [8.0] * 3
+    assert [row["norm"] for row in room.rows("grad_reduced")] == [12.0] * 3
+    assert capfd.readouterr().err.count("takes .grad away after each backward pass") == 1

@@ -385,6 +385,8 @@ class Watch:
     @_one_thread
     def backward_ends(self) -> None:
         """A backward pass has ended: no further gradient of it will come."""
+        if self.listening and not self._inside_step:
+            self._tap(self.gradients, GradientTap.pass_ends)
         if self.modules is not None:
             self.modules.backward_ends()
 

@@ -79,8 +79,13 @@ class PlainAdapter:
 
     def reduced_gradient(self, parameter: Tensor) -> Tensor | None:
         """``parameter.main_grad`` where a framework has set one, else ``parameter.grad``."""
-        main_grad = getattr(parameter, "main_grad", None) if self._main_grad else None
-        return part_here(main_grad if isinstance(main_grad, torch.Tensor) else parameter.grad)
+        main_grad = self.main_grad(parameter)
+        return part_here(parameter.grad if main_grad is None else main_grad)
+
+    def main_grad(self, parameter: Tensor) -> Tensor | None:
+        """Where a framework, or the script, adds up gradients beside ``.grad``, when that is to be read."""
+        found = getattr(parameter, "main_grad", None) if self._main_grad else None
+        return found if isinstance(found, torch.Tensor) else None
 
     def state(self, optimizer: Optimizer, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Every tensor in ``optimizer.state[parameter]`` but the step counter. Looking creates no entry.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from msmon import log
 from msmon.backends.pytorch.module_hook import ParameterHook
 from msmon.backends.pytorch.recorder import describe
 
@@ -25,6 +26,19 @@ if TYPE_CHECKING:
 
 UNREDUCED = "grad_unreduced"
 REDUCED = "grad_reduced"
+
+
+class _Passed(NamedTuple):
+    """A parameter that the backward pass under way has reached, and its ``main_grad`` before other hooks had their turn."""
+
+    watched: WatchedParameter
+    micro_step: int
+    main_grad: Tensor | None
+    version: int
+
+
+def _version(tensor: Tensor | None) -> int:
+    return -1 if tensor is None or tensor.is_inference() else tensor._version  # noqa: SLF001 - torch has no public name for it
 
 
 class GradientTap:
@@ -62,6 +76,10 @@ class GradientTap:
         self._settled: set[tuple[int, int]] = set()
         self._arrivals: dict[int, dict[tuple[int, int], int]] = {}  # of each parameter: its keys, and their order
         self._counter = itertools.count()
+        self._passed: list[_Passed] = []
+        self._taken_away: dict[
+            int, bool
+        ] = {}  # parameters without .grad when their pass ended: whether main_grad has it
         self._observing = False
 
     def observe(self, inventory: Inventory, ledger: Ledger, guard: Guard) -> None:
@@ -118,15 +136,45 @@ class GradientTap:
         gradient = self._adapter.unreduced_gradient(parameter) if self._reads_each(parameter) else None
         if gradient is None:
             self._micro_step()  # the pass counts
-        else:
-            self._take_unreduced(watched, gradient)
+            return
+        if self._taken_away.get(id(parameter)) is False and self._holds_unsettled(id(parameter)):
+            log.say(
+                f"{watched.name}: something takes .grad away after each backward pass and adds it up elsewhere than in "
+                "main_grad, so grad_unreduced is the gradient of the step's last micro-batch alone",
+                once="gradients:taken away",
+            )
+        micro_step = self._take_unreduced(watched, gradient)
+        if self._adapter.keeps_gradients:
+            main_grad = self._adapter.main_grad(parameter)
+            self._passed.append(_Passed(watched, micro_step, main_grad, _version(main_grad)))
 
     def _reads_each(self, parameter: Tensor) -> bool:
         """Whether the hook on a parameter reads its gradient, and not only counts the pass."""
         return self._adapter.accumulates(parameter) and (self._every or not self._adapter.told_at_the_end(parameter))
 
-    def _take_unreduced(self, watched: WatchedParameter, gradient: Tensor) -> None:
+    def pass_ends(self) -> None:
+        """A backward pass has ended: gradients that hooks of the script added to ``main_grad`` meanwhile are read there."""
+        passed, self._passed = self._passed, []
+        for watched, micro_step, before, version in passed:
+            owner = id(watched.parameter)
+            main_grad = self._adapter.main_grad(watched.parameter)
+            added = main_grad is not None and (main_grad is not before or _version(main_grad) != version)
+            if main_grad is not None and added and self._holds_unsettled(owner):  # no optimizer has used it in a hook
+                self._put_unreduced(watched, main_grad, micro_step)
+            if watched.parameter.grad is None:
+                self._taken_away[owner] = added
+            else:
+                self._taken_away.pop(owner, None)
+
+    def _holds_unsettled(self, owner: int) -> bool:
+        return any(key in self._pending and key not in self._settled for key in self._arrivals.get(owner, ()))
+
+    def _take_unreduced(self, watched: WatchedParameter, gradient: Tensor) -> int:
         micro_step = self._micro_step()
+        self._put_unreduced(watched, gradient, micro_step)
+        return micro_step
+
+    def _put_unreduced(self, watched: WatchedParameter, gradient: Tensor, micro_step: int) -> None:
         row = describe(UNREDUCED, watched.name, watched.stage, gradient, micro_step if self._every else None)
         numbers = self._reduction.one(row, gradient)
         if numbers is not None:
@@ -177,6 +225,7 @@ class GradientTap:
         for key in self._settled:
             self._pending.pop(key, None)
         self._settled.clear()
+        self._passed = []  # of a pass whose end nobody has told of
 
     def forget_discarded(self, parameters: Iterable[WatchedParameter]) -> bool:
         """Drop pending rows when the gradients they are about were set to None without a step.
@@ -185,10 +234,19 @@ class GradientTap:
             Whether they were: accumulation begins anew.
         """
         hooked = [watched for watched in parameters if watched.hooked and self._adapter.keeps_gradients]
-        if not hooked or any(watched.parameter.grad is not None for watched in hooked):
+        if not hooked or any(self._has_gradient(watched.parameter) for watched in hooked):
             return False
         self._pending.clear()
         return True
+
+    def _has_gradient(self, parameter: Tensor) -> bool:
+        """Whether what backward passes have left of a parameter is there, be it where a hook of the script has put it."""
+        if parameter.grad is not None:
+            return True
+        in_main_grad = self._taken_away.get(id(parameter))
+        if in_main_grad is None or not self._holds_unsettled(id(parameter)):
+            return False
+        return not in_main_grad or self._adapter.main_grad(parameter) is not None
 
     @property
     def idle(self) -> bool:
@@ -205,10 +263,12 @@ class GradientTap:
         Returns:
             Whether none is left.
         """
+        self._passed = []
         for key in self._keys(owners):
             del self._pending[key]
         for owner in owners or () if forever else ():
             self._arrivals.pop(owner, None)
+            self._taken_away.pop(owner, None)
         return self.idle
 
     def current(
