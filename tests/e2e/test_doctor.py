@@ -141,3 +141,17 @@ def test_decisions_are_put_together_by_process() -> None:
         ReachedProcess(8, 7, ["python"], "hook of torch failed: ValueError()"),
         ReachedProcess(9, 7, ["(a fork)"], "watched", watched=True),
     ]
+
+
+@pytest.mark.slow
+def test_its_output_is_said_to_be_removed(runner: Runner) -> None:
+    """The trial run names its output; what follows says that nothing is left of it."""
+    runner.write("""
+        import torch
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    """)
+    done = doctor(runner, "--", "python", "train.py")
+    assert "the output named above was temporary and is removed" in done.stderr.split("output: ")[1]
