@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from msmon.errors import OutputError
 from msmon.offline.analyse import analyse
 from msmon.offline.csv2tb import convert
 from msmon.offline.merge import merge
@@ -166,6 +167,17 @@ def write_parts(root: Path, tensors: int, rows: int) -> None:
         (directory / "grad_reduced_0-99999.csv").write_text(HEAD + "".join(lines))
         steps = [f",{step},1,0,,1\n" for step in range(rows // tensors)]
         (directory / "steps.csv").write_text("model,step,micro_steps,skipped,grad_scale,complete\n" + "".join(steps))
+
+
+def test_rows_of_a_rank_are_not_written_over(tmp_path: Path) -> None:
+    """`merge` into the output root itself would replace what the first rank recorded."""
+    write_parts(tmp_path, 2, 8)
+    path = tmp_path / "Nov29_10-00-00-rank0-0123abcd/grad_reduced_0-99999.csv"
+    before = path.read_bytes()
+    with pytest.raises(OutputError, match="holds the rows of a rank"):
+        merge(tmp_path, tmp_path)
+    assert path.read_bytes() == before
+    assert merge(tmp_path).rows == {"grad_reduced": 8}
 
 
 @pytest.mark.slow
