@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,11 +29,13 @@ def _lies_in_memory(tensor: Tensor) -> bool:
     if type(tensor) not in TORCHS_OWN or _dispatch_keys is None:
         return False
     keys = _dispatch_keys(tensor)
-    number = keys.raw_repr()
-    found = _judged.get(number)
-    if found is None:
-        names = str(keys).removeprefix("DispatchKeySet(").removesuffix(")")
-        found = _judged[number] = _IN_MEMORY.issuperset(names.split(", "))
+    found = _judged.get(keys.raw_repr())
+    return _judge(keys) if found is None else found
+
+
+def _judge(keys: Any) -> bool:  # noqa: ANN401 - torch gives the class no public name
+    names = str(keys).removeprefix("DispatchKeySet(").removesuffix(")")
+    found = _judged[keys.raw_repr()] = _IN_MEMORY.issuperset(names.split(", "))
     return found
 
 
@@ -41,8 +43,9 @@ def lies_dense(tensor: Tensor) -> bool:
     """Whether the elements of a tensor fill one stretch of memory of its own, in whatever order."""
     if not _lies_in_memory(tensor):
         return False
-    count = tensor.numel()
-    if count and tensor.untyped_storage().nbytes() < (tensor.storage_offset() + count) * tensor.itemsize:
+    offset = tensor.storage_offset()
+    needed = tensor.nbytes + offset * tensor.itemsize if offset else tensor.nbytes
+    if tensor.untyped_storage().nbytes() < needed:
         return False
     if tensor.is_contiguous():
         return True
