@@ -28,7 +28,7 @@ def say(text: str, *, once: str = "") -> None:
         return
     try:
         stream = sys.__stderr__ or sys.stderr  # what the script redirects is for its own words
-        stream.write(f"msmon: {_speaker}{text}\n")
+        stream.write(f"msmon: {_speaker}{printable(text)}\n")
         stream.flush()
     except (OSError, ValueError, AttributeError, RuntimeError) as error:
         # stderr closed, full, absent, or in use by what a signal interrupted: training goes on without the line

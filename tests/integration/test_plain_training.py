@@ -243,6 +243,8 @@ def test_targets_select_by_prefix_and_by_glob(runner: Runner) -> None:
     for kind in ("grad_reduced", "param_origin", "exp_avg_sq"):
         assert {row.name for row in done.rows(kind)} == {"0.layers.1.weight", *biases}, kind
     assert done.stderr.count("matches no module or parameter") == 1
+    assert "nothing was recorded of `0.final_haed`: no such module or parameter" in done.stderr
+    assert "no anomaly" not in done.stderr
     assert "`0.final_haed` matches no module or parameter; close: 0.final_head" in done.stderr
 
 

@@ -31,6 +31,12 @@ def test_a_line(capfd: pytest.CaptureFixture[str]) -> None:
     assert captured.out == ""
 
 
+def test_what_a_terminal_would_act_on(capfd: pytest.CaptureFixture[str]) -> None:
+    """Escape sequences, line ends and marks of writing direction in a name stay text."""
+    log.say("layer \x1b[2J\u202e\nmsmon: all is well")
+    assert capfd.readouterr().err == "msmon: layer \\x1b[2J\\u202e\\nmsmon: all is well\n"
+
+
 def test_redirected_stderr(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """What a script redirects holds its own words only; without a real stderr the redirected one must do."""
     caught = io.StringIO()

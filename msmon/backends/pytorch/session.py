@@ -58,7 +58,7 @@ from msmon.sinks.tensorboard import TensorBoardSink
 from msmon.stats.definitions import Statistic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from types import FrameType
 
     from torch import Tensor
@@ -212,6 +212,7 @@ class Session:
         self.steps_cut_short = 0
         self._models: list[dict[str, Any]] = []
         self._late: list[tuple[StepTable, MonitorConfig]] = []
+        self._unmatched: list[str] = []
         self._opening: threading.Thread | None = None
         self._opening_lock = threading.RLock()
         self._output_root = Path(output_root or env.output_root())
@@ -759,18 +760,28 @@ class Session:
             log.say("forward_only and backward_only are both on: no activations are recorded", once="forward_only")
         for note in () if self._injected else without_effect(config):
             log.say(note, once=note)
-        names = [name for watch in self.watches for name in watch.inventory.all_names]
-        modules = [
-            name for watch in self.watches if watch.modules or self._dynamic is not None for name in watch.module_names
-        ]  # a file that is followed may ask for modules later
-        selection = Selection(config.targets)
-        for name in [*names, *modules]:
-            selection.selects(name)
-        for target, close in selection.unmatched([*names, *modules]).items():
+        modules = self._module_names()
+        unmatched = self._match(config.targets)
+        self._unmatched = list(unmatched)
+        for target, close in unmatched.items():
             log.say(f"target `{target}` matches no module or parameter{_hint(close)}", once=f"target:{target}")
         features = next((watch.modules.features for watch in self.watches if watch.modules), None)
         for target, close in features.unmatched(modules).items() if features else ():
             log.say(f"l2_targets: `{target}` is no module{_hint(close)}", once=f"l2_target:{target}")
+
+    def _module_names(self) -> list[str]:
+        """Names of modules that targets may have; a file that is followed may ask for modules later."""
+        watches = [watch for watch in self.watches if watch.modules or self._dynamic is not None]
+        return [name for watch in watches for name in watch.module_names]
+
+    def _match(self, targets: Iterable[str]) -> dict[str, list[str]]:
+        """Targets that nothing has the name of, with names that are close."""
+        names = [name for watch in self.watches for name in watch.inventory.all_names]
+        names += self._module_names()
+        selection = Selection(targets)
+        for name in names:
+            selection.selects(name)
+        return selection.unmatched(names)
 
     # The end
 
@@ -806,7 +817,11 @@ class Session:
         unreached = [text for watch in self.watches for text in watch.unreached.values()]
         for text in unreached:
             log.say(text)
-        if alerts is not None and not unreached:
+        unmatched = self._match(self._unmatched) if self._unmatched else {}  # a model made later may have the name
+        if unmatched:
+            missing = ", ".join(f"`{target}`" for target in unmatched)
+            log.say(f"nothing was recorded of {missing}: no such module or parameter")
+        if alerts is not None and not unreached and not unmatched:
             log.say("no anomaly on this rank")
         example = _example_file(self.output.directory.path)
         if self.output.config.format == "tensorboard":
