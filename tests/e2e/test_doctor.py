@@ -153,5 +153,5 @@ def test_its_output_is_said_to_be_removed(runner: Runner) -> None:
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
     """)
-    done = doctor(runner, "--", "python", "train.py")
+    done = doctor(runner, "--", sys.executable, "train.py")
     assert "the output named above was temporary and is removed" in done.stderr.split("output: ")[1]
