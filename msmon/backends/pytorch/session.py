@@ -789,6 +789,7 @@ class Session:
         """The process ends: write the step under way as far as it came, and everything before it."""
         crashed = getattr(sys, "last_type", None) is not None or sys.exc_info()[0] is not None
         signalled = self._termination is not None and self._termination.signalled
+        self._owners.clear()  # models that die from now on must not wake the writer thread while the interpreter ends
         for watch in list(self.watches):
             self.guard.run(watch.cut_short, normally=not (crashed or signalled))
         self._submit()

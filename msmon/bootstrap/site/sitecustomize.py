@@ -90,7 +90,7 @@ def _package(settings):
     with open(settings, "rb") as file:
         content = file.read()
     if hashlib.sha256(content).hexdigest() != os.path.basename(settings).rpartition("-")[2][:-5]:
-        raise ValueError(f"{settings} is not as msmon run has written it")  # others may write to its folder
+        raise ValueError("%s is not as msmon run has written it" % settings)  # others may write to its folder
     folder = json.loads(content)["package"]
     code = os.path.join(folder, "__init__.py")
     if not os.path.isfile(code):
@@ -108,7 +108,7 @@ def _arm(settings):
             _package(settings)
         except ValueError as error:
             _Finder.hooks = {}
-            sys.stderr.write(f"msmon: {error}: nothing is recorded in this process\n")
+            sys.stderr.write("msmon: %s: nothing is recorded in this process\n" % error)
             return
         from msmon.bootstrap import process
 
