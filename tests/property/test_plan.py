@@ -114,7 +114,7 @@ class RoundsMachine(RuleBasedStateMachine):
             self.touched_before |= mine
             return
         if self.rounds.would_repeat(optimizer):
-            assert self.members
+            assert self.under_way, "also when those that stepped in it are gone"
             self.close()
         assert optimizer not in self.members, "a round never holds an optimizer twice"
         assert not mine & self.touched, "nor a parameter"
