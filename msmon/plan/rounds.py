@@ -54,6 +54,7 @@ class Rounds:
         self._touched: set[int] = set()
         self._awaited: list[int] = []
         self._passed = False
+        self._since_pass: list[int] = []  # who has stepped since the last backward pass began
         self._ended: tuple[list[int], set[int]] = [], set()  # who stepped in the round before, and on what
 
     def know(self, optimizer: int, parameters: Iterable[int] = ()) -> None:
@@ -70,7 +71,7 @@ class Rounds:
     def forget(self, optimizer: int) -> None:
         """An optimizer is gone; another may get its number."""
         self._known.pop(optimizer, None)
-        for members in (self._order, self._stepped, self._ended[0], self._awaited):
+        for members in (self._order, self._stepped, self._ended[0], self._awaited, self._since_pass):
             if optimizer in members:
                 members.remove(optimizer)
         self._place = {other: place for place, other in enumerate(self._order)}
@@ -87,6 +88,7 @@ class Rounds:
             Whether the round under way can be closed: those that it still waits for come right after the others, or not.
         """
         self._passed = True
+        self._since_pass = []
         if not self.open:
             return False
         self._awaited = [other for other in self._awaited if self._known[other].own_pass is not False]
@@ -145,15 +147,20 @@ class Rounds:
         known = self._known.setdefault(optimizer, _Known(frozenset()))
         known.last = step
         known.own_pass = self._passed
+        if any(other == optimizer or not self._held(other).isdisjoint(known.held) for other in self._since_pass):
+            self._since_pass = []  # those were of a round before
         if optimizer not in self._place:
             place = self._place.get(before[-1], -1) + 1 if before else len(self._order)
             self._put(optimizer, place)
-        elif before and not self._passed and self._place.get(before[-1], -1) > self._place[optimizer]:
-            moved = [other for other in before if self._place.get(other, -1) > self._place[optimizer]]
-            self._order = [other for other in self._order if other not in moved]  # these come before it, then
-            place = self._order.index(optimizer)
-            self._order[place:place] = moved
-            self._place = {other: number for number, other in enumerate(self._order)}
+        else:
+            # Without a backward pass between, these come before it in the same round, whichever round they were put in.
+            moved = [other for other in self._since_pass if self._place.get(other, -1) > self._place[optimizer]]
+            if moved:
+                self._order = [other for other in self._order if other not in moved]
+                place = self._order.index(optimizer)
+                self._order[place:place] = moved
+                self._place = {other: number for number, other in enumerate(self._order)}
+        self._since_pass.append(optimizer)
         self._passed = False
 
     def _put(self, optimizer: int, place: int) -> None:

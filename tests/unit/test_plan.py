@@ -166,6 +166,9 @@ def run_rounds(events: str, held: dict[str, set[int]]) -> list[str]:
         ("-A-A-BA-BA", "AB", "A A BA BA"),  # the same, ahead of the other
         ("-A-AB-AB", "A", "A AB AB"),  # one that comes to life unseen
         ("-AB" + "-A" * 19 + "-AB" + "-A" * 19, "AB", "AB" + " A" * 19 + " AB" + " A" * 19),  # every twentieth step
+        ("-A-BA-BA-BA", "AB", "AB A BA BA"),  # late by one, ahead of the other: one step is wrong, and no more
+        ("-A-BA-A-BA-A-BA", "AB", "AB A A BA A BA"),
+        ("-A-CBA-A-CBA", "ABC", "ACB A A CBA"),
         ("-B-A-A-A-A-B-A-A-A-A", "AB", "BA A A A BA A A A"),  # a critic ahead of four others
         ("-A-A-A-A", "AB", "A A A A"),  # one that never steps is not waited for
         ("-ABC-ABC", "ABC", "ABC ABC"),
@@ -221,6 +224,7 @@ def test_rounds_stop_waiting() -> None:
         complete = rounds.stepped(optimizer)
     assert complete
     rounds.close()
+    rounds.backward_begins()
     waited = 0
     while not rounds.stepped(1):
         assert not rounds.backward_begins()
