@@ -110,6 +110,7 @@ def note_module(module: Any) -> None:  # noqa: ANN401 - torch is not imported he
     if known is not None and known() is module:
         return
     counts["modules"] += 1
+    modules.pop(key, None)  # a new module with the id of a dead one would get its place in the order
     modules[key] = weakref.ref(module)
     if len(modules) >= _purge_at:
         _purge()

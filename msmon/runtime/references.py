@@ -28,6 +28,8 @@ class IdentityTable(Generic[K, V]):
         self._purge_at = _FEWEST
 
     def __setitem__(self, key: K, value: V) -> None:
+        if key not in self:
+            self._entries.pop(id(key), None)  # of a dead object with the same id: its place in the order goes too
         self._entries[id(key)] = weakref.ref(key), value
         if len(self._entries) >= self._purge_at:
             for number, entry in list(self._entries.items()):

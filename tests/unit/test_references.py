@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import msmon
+from msmon.bootstrap import discovery
 from msmon.runtime.references import IdentitySet, IdentityTable
 
 FORBIDDEN = {"WeakSet", "WeakKeyDictionary", "WeakValueDictionary", "WeakMethod", "finalize"}
@@ -82,3 +83,26 @@ def test_what_is_gone_does_not_pile_up() -> None:
     assert all(thing is other for thing, other in zip(kept, noted, strict=False))
     noted.discard(kept[0])
     assert kept[0] not in noted
+
+
+@pytest.mark.parametrize("kind", ["set", "modules"])
+def test_the_order_is_that_in_which_objects_were_added(kind: str) -> None:
+    """Also where one has the id of another that is gone: it does not get its place."""
+    reused = 0
+    for _ in range(200):
+        noted: IdentitySet[Thing] = IdentitySet()
+        discovery.modules.clear()
+        add = noted.add if kind == "set" else discovery.note_module
+        gone, second = Thing(), Thing()
+        number = id(gone)
+        add(gone)
+        add(second)
+        del gone
+        third = Thing()
+        reused += id(third) == number
+        add(third)
+        alive = [reference() for reference in discovery.modules.values()]
+        order = list(noted) if kind == "set" else [thing for thing in alive if thing is not None]
+        assert [id(thing) for thing in order] == [id(second), id(third)]
+    discovery.modules.clear()
+    assert reused, "no id was ever used again: this test says nothing"
