@@ -29,6 +29,23 @@ def backward():
     m(torch.ones(2, 4)).pow(2).sum().backward()
 """
 
+LATER = """
+optimizers = [critic, encoder]
+other = nn.Linear(2, 1)
+for step in range(5):
+    if step == 2:
+        optimizers.append(torch.optim.Adam([m.unused.weight]))
+    if step == 3:
+        optimizers.append(torch.optim.AdamW([m.unused.bias]))
+    backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    if step == 1:  # before the others: a new model describes everything anew
+        last = torch.optim.RMSprop(other.parameters())
+        other(torch.ones(1, 2)).sum().backward()
+        last.step()
+"""
+
 TWICE = """
 dist.init_process_group("gloo", init_method="file://" + __file__ + ".store", rank=0, world_size=1)
 for _ in range(4):
@@ -97,6 +114,13 @@ def trained(runner: Runner, script: str, **config: Any) -> Finished:
 
 def keys(done: Finished, kind: str) -> list[tuple[int, str]]:
     return [(row.step, row.name) for row in done.rows(kind)]
+
+
+def test_optimizers_made_later_are_described(runner: Runner) -> None:
+    """`run.json` names the optimizers and the models that came after the first step, too."""
+    done = trained(runner, LATER)
+    found = [model["optimizers"] for model in done.run_file()["models"]]
+    assert found == [["SGD", "SGD", "Adam", "AdamW"], ["RMSprop"]]
 
 
 def test_steps_of_unequal_frequency(runner: Runner) -> None:
