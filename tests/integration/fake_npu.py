@@ -168,6 +168,13 @@ class Event:
 
 def install() -> TorchDispatchMode:
     """Make ``device="npu"`` work in this process; keep what is returned."""
+    from msmon.backends.pytorch.kernels import layouts
+
+    # torch_npu's tensors are of torch's own class, and have memory; these are not, and theirs is that of ``raw``.
+    lacks_memory = layouts.lacks_memory
+    layouts.TORCHS_OWN |= {NpuTensor}
+    layouts.lacks_memory = lambda tensor: lacks_memory(_inner(tensor))
+
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     module: Any = types.ModuleType("torch.npu")

@@ -208,7 +208,7 @@ def test_update_by_hand_is_said_once(runner: Runner) -> None:
     bare, watched = runner.bare(script), runner.monitored(script)
     assert (watched.returncode, watched.stdout) == (0, bare.stdout)
     assert watched.stderr.count("no training step was seen") == 1
-    assert "TrainerMon" in watched.stderr
+    assert "torch.optim.SGD" in watched.stderr
     assert not watched.directories()
 
 
