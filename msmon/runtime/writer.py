@@ -68,6 +68,7 @@ class Writer:
         self._progress.acquire()
         self._writing = threading.Lock()  # held while a table is written, and while the process forks
         self._stalled = False
+        self._ended = False
         self._thread: threading.Thread | None = None
         self.written = 0
         self.dropped = 0
@@ -101,13 +102,26 @@ class Writer:
             log.say(f"the last rows could not be written within {limit:.0f} s", once="drain")
         return done
 
-    def close(self) -> None:
-        """Write what is left and end the thread."""
-        self.drain()
-        self._wake.put(END)
-        if self._thread is not None:
+    def end(self) -> bool:
+        """Write what is left and end the thread. Tables that come later are written by whoever hands them over.
+
+        A thread that is inside a tensor library when the interpreter ends aborts the process: Python ends it by
+        unwinding its stack, which C++ code does not let through.
+
+        Returns:
+            Whether everything is written. If not, the thread hangs, and is left alone.
+        """
+        self._ended = self.drain()
+        if self._ended and self._thread is not None:
+            self._wake.put(END)
             self._thread.join(timeout=EXIT_LIMIT)
             self._thread = None
+        return self._ended
+
+    def close(self) -> None:
+        """Write what is left, end the thread and close the sink."""
+        self.end()
+        self._wake.put(END)  # for a thread that hung until now
         self.sink.close()
 
     def pause(self) -> bool:
@@ -119,6 +133,9 @@ class Writer:
         self._writing.release()
 
     def _wake_up(self) -> None:
+        if self._ended:
+            self._write_all()
+            return
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="msmon-writer", daemon=True)
             try:

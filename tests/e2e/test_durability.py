@@ -443,3 +443,49 @@ if (step, place) == (3, 'backward'):
     assert_whole(finished, "grad_reduced", 8)
     assert completed(finished) == ["1"] * 8
     assert finished.stderr.count("training steps seen") == 1
+
+
+LAST_LOOK = """
+import atexit, os, sys, threading
+from pathlib import Path
+def look():
+    threads = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("msmon"))
+    Path(f"threads{os.environ.get('RANK', '0')}").write_text(" ".join(threads))
+atexit.register(look)  # before msmon comes: it is called after msmon's
+"""
+TRAINS_IN_A_GROUP = """
+import torch, torch.distributed as dist
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+if "RANK" in os.environ:
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("ranks", "ending"), [(0, ""), (2, ""), (0, "sys.exit(0)"), (2, "sys.exit(0)"), (0, "1 / 0")])
+def test_no_thread_of_ours_is_inside_torch_at_the_end(runner: Runner, ranks: int, ending: str) -> None:
+    """Python ends threads that still run by unwinding them, and C++ code that is unwound in this way aborts the process.
+
+    What remains is the thread that waits for signals, which calls nothing but the kernel.
+    """
+    script = runner.write(LAST_LOOK + TRAINS_IN_A_GROUP + ending)
+    options = ["--alerts", "--on-alert", "stop", "--dynamic"]
+    config = {"dynamic_on": True, "wg_distribution": True, "collect_times": 2}
+    done = runner.monitored(script, ranks=ranks, options=options, config=config)
+    assert "3 training steps seen, 2 collected" in done.stderr
+    for rank in range(max(ranks, 1)):
+        assert (runner.folder / f"threads{rank}").read_text() == "msmon-signals", done.stderr
+
+
+def test_training_at_the_end_of_the_process(runner: Runner) -> None:
+    """Steps made by exit handlers that run after msmon's own are recorded too."""
+    later = "def train():\n    model(torch.ones(1, 2)).sum().backward()\n    optimizer.step()\natexit.register(train)\n"
+    script = runner.write(LAST_LOOK + later + TRAINS_IN_A_GROUP)
+    done = runner.monitored(script)
+    assert done.returncode == 0, done.stderr
+    assert {row.step for row in done.rows("grad_reduced")} == {0, 1, 2, 3}

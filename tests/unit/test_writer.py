@@ -233,6 +233,18 @@ def test_close(sink: Sink) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "msmon-writer"]
 
 
+def test_end(writer: Writer, sink: Sink) -> None:
+    """No thread is left, and what comes later is written where it is handed over."""
+    writer.submit(table(0))
+    assert writer.end()
+    assert not [thread for thread in threading.enumerate() if thread.name == "msmon-writer"]
+    assert sink.threads == {"msmon-writer"}
+    writer.submit(table(1))
+    assert sink.numbers == [0, 1]
+    assert sink.threads == {"msmon-writer", threading.current_thread().name}
+    assert writer.end()
+
+
 def test_close_without_tables(sink: Sink) -> None:
     """A writer that got nothing can be closed."""
     Writer(sink).close()

@@ -127,8 +127,13 @@ class _Output:
         if self.writer.drain() and self.alerts is not None:
             self.alerts.flush()
 
+    def end(self) -> None:
+        """Everything is written, by no thread any more."""
+        if self.writer.end() and self.alerts is not None:
+            self.alerts.flush()
+
     def close(self) -> None:
-        self.drain()
+        self.end()
         self.writer.close()
         self.release()
 
@@ -789,16 +794,17 @@ class Session:
         """The process ends: write the step under way as far as it came, and everything before it."""
         crashed = getattr(sys, "last_type", None) is not None or sys.exc_info()[0] is not None
         signalled = self._termination is not None and self._termination.signalled
-        self._owners.clear()  # models that die from now on must not wake the writer thread while the interpreter ends
+        self._owners.clear()  # models that die from now on wake no writer thread
         for watch in list(self.watches):
             self.guard.run(watch.cut_short, normally=not (crashed or signalled))
         self._submit()
+        # A thread inside torch when the interpreter ends would abort the process.
         if self.output is not None:
-            self.output.drain()
+            self.output.end()
         if self._common_stop is not None:
             self._common_stop.close()
         if self._dynamic is not None:
-            self._dynamic.stop()  # a thread inside the store when the interpreter ends would abort the process
+            self._dynamic.stop()
         self.guard.run(self._summarize)
 
     def _summarize(self) -> None:

@@ -10,7 +10,6 @@ asked for.
 from __future__ import annotations
 
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -23,6 +22,9 @@ if TYPE_CHECKING:
 LOOK_EVERY = 0.2
 AGREE_LIMIT = 60.0
 """Seconds that a rank waits for the others' answers before it ends by itself."""
+
+CLOSE_LIMIT = 5.0
+"""Seconds that the end of the process waits for an answer of the store."""
 
 
 class CommonStop:
@@ -39,13 +41,16 @@ class CommonStop:
         self._finished = 0
         self._wanted = False
         self._asked = False
-        self._closed = False
+        self._closing = threading.Event()
         self._last_step: int | None = None
         self._agreed = threading.Event()
         alone = place.world_size == 1 or not (dist.is_available() and dist.is_initialized())
-        self._store = None if alone else _store()
-        if self._store is not None:
-            threading.Thread(target=self._look, args=(self._store,), name="msmon-stop", daemon=True).start()
+        self._store: Any = None if alone else _store()  # torch has no type for stores of every kind
+        self._thread = (
+            None if self._store is None else threading.Thread(target=self._look, name="msmon-stop", daemon=True)
+        )
+        if self._thread is not None:
+            self._thread.start()
 
     def ask(self) -> None:
         """This rank wants the end. Called on any thread."""
@@ -70,22 +75,25 @@ class CommonStop:
         return self._last_step is not None and finished >= self._last_step
 
     def close(self) -> None:
-        """The run ends by itself: look for no wish any more."""
-        self._closed = True
+        """The run ends by itself: look for no wish any more, and leave no thread behind."""
+        self._closing.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=CLOSE_LIMIT)
 
-    def _look(self, store: Any) -> None:  # noqa: ANN401 - torch has no type for stores of every kind
+    def _look(self) -> None:
+        store = self._store
         try:
             while not self._asked:
-                if self._closed:
-                    return
                 if self._wanted:
                     store.set(f"{self._prefix}/stop", "1")
                 self._asked = bool(store.check([f"{self._prefix}/stop"]))
-                time.sleep(0 if self._asked else LOOK_EVERY)
+                if self._closing.wait(0 if self._asked else LOOK_EVERY):
+                    return
             store.set(f"{self._prefix}/step/{self._place.rank}", str(self._finished + 1))
             keys = [f"{self._prefix}/step/{rank}" for rank in range(self._place.world_size)]
             while not store.check(keys):
-                time.sleep(LOOK_EVERY / 10)
+                if self._closing.wait(LOOK_EVERY / 10):
+                    return
             self._last_step = max(int(store.get(key)) for key in keys)
             self._agreed.set()
         except Exception as error:  # noqa: BLE001 - the store goes away with the process that holds it
