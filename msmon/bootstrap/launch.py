@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msmon
 from msmon import env
-from msmon.bootstrap.settings import Settings
+from msmon.bootstrap import unreached
+from msmon.bootstrap.settings import Settings, settings_path
 from msmon.errors import CommandNotExecutableError, CommandNotFoundError
 from msmon.runtime.process import run_id
 
@@ -102,7 +103,8 @@ def prepare_environment(
             env.SETTINGS: path,
             env.SETTINGS_FORWARDED: path,
             env.RUN_ID: settings.run_id,
-            env.MAIN_PID: "" if notes else str(os.getpid()),  # who says at its end that nothing was recorded
+            # who says at its end that nothing was recorded
+            env.MAIN_PID: str(os.getpid()) if config.kinds and config.collect_times and not notes else "",
             "PYTHONPATH": _python_path(os.environ.get("PYTHONPATH", "")),
         }
     )
@@ -119,9 +121,16 @@ def run_command(executable: str, command: Sequence[str], environment: dict[str, 
     sys.stderr.flush()
     for number in _IGNORED_BY_PYTHON:
         signal.signal(number, signal.SIG_DFL)
+    outer = settings_path()
+    if outer:  # of a run that this one is inside of: it is this one that speaks
+        unreached.leave_mark(outer, unreached.TOLD)
+    expected = environment.get(env.MAIN_PID) and environment.get(env.ENABLED) != "0"
+    send_away = unreached.stand_by(environment[env.SETTINGS]) if expected else None
     try:
         os.execve(executable, list(command), environment)  # noqa: S606 - it is the command that is started, not a shell
     except OSError as error:
+        if send_away is not None:
+            send_away()
         hint = "is its first line `#!interpreter`?"
         raise CommandNotExecutableError(f"cannot execute `{command[0]}` ({error.strerror})", hint=hint) from error
 

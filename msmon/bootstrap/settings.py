@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msmon import env
+from msmon.bootstrap.unreached import SETTINGS_PREFIX
 from msmon.regular_file import read_regular, write_whole
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class Settings:
             OSError: It cannot be written.
         """
         content = json.dumps(asdict(self), indent=2).encode()
-        path = Path(folder, f".msmon-{self.run_id}-{hashlib.sha256(content).hexdigest()}.json")
+        path = Path(folder, f"{SETTINGS_PREFIX}{self.run_id}-{hashlib.sha256(content).hexdigest()}.json")
         write_whole(path, content, mode=0o600)
         return str(path)
 

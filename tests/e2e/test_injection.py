@@ -25,6 +25,7 @@ from msmon.offline.reader import read_steps, run_directories
 
 ACCELERATE = str(Path(TORCHRUN).with_name("accelerate"))
 NOTHING_SEEN = "no training step was seen"
+NOT_REACHED = "msmon: nothing was reached: "
 OWN_SITE = """
 import os, sys
 if "MSMON_CONFIG" in os.environ:  # not in the process of msmon itself, before it becomes the command
@@ -350,9 +351,10 @@ def test_flags_that_keep_us_out(flags: str, injected: Injected) -> None:
     """`python -I`, `-E`, `-S`: a warning that names the flag, then the command as it is, with its exit code."""
     done = injected.run(sys.executable, *flags.split(), "-c", f"{SHOW_FINDERS}; import sys; sys.exit(3)")
     assert (done.returncode, done.stdout) == (3, "0\n")
-    (line,) = done.stderr.splitlines()
+    line, last = done.stderr.splitlines()
     assert line.startswith("warning: python -")
     assert "nothing can be watched" in line
+    assert last.startswith(NOT_REACHED)
     assert injected.boots() == 0
 
 
@@ -626,10 +628,77 @@ def test_signals_are_found_as_without_us(injected: Injected) -> None:
 def test_a_reader_that_leaves_ends_the_command(injected: Injected) -> None:
     """A pipe whose reader is gone ends an ordinary command by SIGPIPE, silently, as in any shell."""
     done = injected.plain("bash", "-c", f"{shlex.quote(MSMON)} run -- yes | head -n 1; exit ${{PIPESTATUS[0]}}")
-    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGPIPE, "y\n", "")
+    assert (done.returncode, done.stdout) == (128 + signal.SIGPIPE, "y\n")
+    assert all(line.startswith(NOT_REACHED) for line in done.stderr.splitlines())
 
 
 # When nothing was seen
+
+
+OUT_OF_REACH = {
+    "no Python": ("echo ran", NOT_REACHED),
+    "a wrapper that clears PYTHONPATH": ('env -u PYTHONPATH "$PYTHON" -c 1; echo ran', NOT_REACHED),
+    "a wrapper that sets PYTHONPATH": ('PYTHONPATH=/tmp "$PYTHON" -c 1; echo ran', NOT_REACHED),
+    "a flag inside of a wrapper": ('"$PYTHON" -I -c 1; echo ran', NOT_REACHED),
+    "killed": ("echo ran; kill -9 $$", NOT_REACHED),
+    "Python, and no training": ('"$PYTHON" -c 1; echo ran', f"msmon: {NOTHING_SEEN} in any process"),
+    "the end is not told": ('exec "$PYTHON" -c "print(\'ran\', flush=True); import os; os._exit(0)"', f"msmon: {NOTHING_SEEN} in any"),
+    "another run inside": ('"$MSMON_COMMAND" run -- sh -c "echo ran"', NOT_REACHED),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", OUT_OF_REACH)
+def test_a_command_out_of_reach_is_said(how: str, injected: Injected) -> None:
+    """Whoever runs a command in vain learns it in one line at its end, though no process of it can say so."""
+    script, line = OUT_OF_REACH[how]
+    done = injected.run("sh", "-c", script, PYTHON=sys.executable, MSMON_COMMAND=MSMON)
+    assert done.stdout == "ran\n"
+    assert [said.startswith(line) for said in done.stderr.splitlines()] == [True], done.stderr
+
+
+@pytest.mark.slow
+def test_a_training_under_a_shell_is_not_said_to_be_out_of_reach(injected: Injected) -> None:
+    """Whatever it leaves: rows, a structure, what only the library's calls return, or a file that says off."""
+    injected.write(TRAIN + "train()")
+    for config in ({"wg_distribution": True}, {"print_struct": True}, {"wg_distribution": True, "format": "api"}):
+        path = injected.write_config(**config)
+        command = ["sh", "-c", f"{shlex.quote(sys.executable)} train.py; true"]
+        done = injected.plain(MSMON, "run", "--config", str(path), "--output", "out", "--", *command)
+        assert NOT_REACHED not in done.stderr
+        assert NOTHING_SEEN not in done.stderr
+
+
+def test_what_waits_for_the_end_is_not_of_the_command(injected: Injected) -> None:
+    """It is no child of the command, not in its session or group, and keeps none of its files and pipes open."""
+    code = """
+        import os, pathlib
+        def waiting():
+            for process in pathlib.Path("/proc").iterdir():
+                try:
+                    words = (process / "cmdline").read_text().split(chr(0))
+                except OSError:
+                    continue  # no process, or one that ended this moment
+                if os.environ["MSMON_CONFIG"] in words:
+                    return process
+        while not (process := waiting()):
+            pass  # it is about to start
+        number = int(process.name)
+        print(os.getsid(number) == os.getsid(0), os.getpgid(number) == os.getpgid(0))
+        held = set()
+        for name in os.listdir(process / "fd"):
+            try:
+                held.add(os.readlink(process / "fd" / name))
+            except OSError:
+                pass  # a file that Python reads at its start
+        print(os.readlink("/proc/self/fd/1") in held, os.readlink("/proc/self/fd/2") in held, os.path.abspath("held") in held)
+        print(os.readlink(process / "cwd"), os.path.exists("/proc/self/fd/7"), os.path.exists("/proc/self/fd/8"))
+        os.waitpid(-1, os.WNOHANG)
+    """
+    script = injected.write(code, "look.py")
+    words = [MSMON, "run", "--output", "out", "--", sys.executable, str(script)]
+    done = injected.plain("bash", "-c", f"exec 7>held; exec {shlex.join(words)}")
+    assert done.stdout == "False False\nFalse True False\n/ True False\n"
+    assert "ChildProcessError" in done.stderr
 
 
 @pytest.mark.parametrize("how", ["a directory of its own", "a directory gone on with"])

@@ -41,8 +41,9 @@ from msmon.backends.pytorch.taps.communication import CommunicationTap
 from msmon.backends.pytorch.taps.reduction import Reduction
 from msmon.backends.pytorch.watch import Watch
 from msmon.backends.pytorch.watched import Naming
-from msmon.bootstrap import discovery
+from msmon.bootstrap import discovery, unreached
 from msmon.bootstrap.process import leave_at_once
+from msmon.bootstrap.settings import settings_path
 from msmon.config.explain import without_effect
 from msmon.plan.selection import Selection
 from msmon.runtime.guard import Guard
@@ -805,6 +806,8 @@ class Session:
             self._common_stop.close()
         if self._dynamic is not None:
             self._dynamic.stop()
+        if self._injected and self.place is not None:
+            self.guard.run(unreached.leave_mark, settings_path(), unreached.TRAINED)
         self.guard.run(self._summarize)
 
     def _summarize(self) -> None:

@@ -118,6 +118,16 @@ def _arm(settings):
     sys.meta_path.insert(0, _Finder)
 
 
+def _leave_mark(settings, mark):
+    """Leave a mark for the process that looks when the command has ended: see ``unreached.py``."""
+    if not os.path.basename(settings).startswith(".msmon-"):
+        return  # the variable is somebody else's
+    try:
+        os.chmod(settings, os.stat(settings).st_mode & 0o777 | mark)
+    except (OSError, IOError) as error:
+        _debug("no mark in the settings: {!r}".format(error))
+
+
 def _tell_at_exit(settings):
     if os.environ.get("MSMON_MAIN_PID") == str(os.getpid()):
         import atexit
@@ -133,7 +143,10 @@ def _at_exit(settings, pid, _kept):
     """
     process = sys.modules.get("msmon.bootstrap.process")
     try:
-        if os.getpid() != pid or (process and process.records()) or _recorded(settings):
+        if os.getpid() != pid:
+            return
+        _leave_mark(settings, 0o010)
+        if (process and process.records()) or _recorded(settings):
             return
         if sys.version_info < _OLDEST:
             seen = "this is Python {}.{}, msmon needs 3.10".format(*sys.version_info[:2])
@@ -150,6 +163,8 @@ def _at_exit(settings, pid, _kept):
 
 def _recorded(settings):
     """Whether the run has a directory: its name ends with the run's id or, in one gone on with, run.json has it."""
+    if os.stat(settings).st_mode & 0o667 == 0o601:  # a process says that it has trained, on a disk that keeps modes
+        return True
     root, name = os.path.split(settings)
     run_id = name.split("-")[1]
     for directory in os.listdir(root):
@@ -174,6 +189,7 @@ def _start():
     if not os.path.isfile(settings):
         return "off: {} does not exist (left over from an earlier run?)".format(settings)
     sys._msmon_started = True
+    _leave_mark(settings, 0o100)
     _tell_at_exit(settings)
     if sys.version_info < _OLDEST:
         return "off: Python {}.{}, msmon needs 3.10".format(*sys.version_info[:2])
