@@ -671,7 +671,7 @@ def test_a_training_under_a_shell_is_not_said_to_be_out_of_reach(injected: Injec
 def test_what_waits_for_the_end_is_not_of_the_command(injected: Injected) -> None:
     """It is no child of the command, not in its session or group, and keeps none of its files and pipes open."""
     code = """
-        import os, pathlib
+        import os, pathlib, time
         def waiting():
             for process in pathlib.Path("/proc").iterdir():
                 try:
@@ -681,7 +681,7 @@ def test_what_waits_for_the_end_is_not_of_the_command(injected: Injected) -> Non
                 if os.environ["MSMON_CONFIG"] in words:
                     return process
         while not (process := waiting()):
-            pass  # it is about to start
+            time.sleep(0.01)  # it is about to start
         number = int(process.name)
         print(os.getsid(number) == os.getsid(0), os.getpgid(number) == os.getpgid(0))
         held = set()
