@@ -37,7 +37,7 @@ test-fast: $(READY) ## The quick subset, under two minutes
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow"
 
 test-compat: $(READY) $(COMPAT_VENV)/.ready ## Compare with the original, in an environment of its own
-	MSMON_COMPAT_PYTHON=$(CURDIR)/$(COMPAT_VENV)/bin/python $(BIN)/python -m pytest tests/compat
+	MSMON_COMPAT_PYTHON="$(CURDIR)/$(COMPAT_VENV)/bin/python" $(BIN)/python -m pytest tests/compat
 
 $(COMPAT_VENV)/.ready: requirements/compat.txt
 	test -x $(COMPAT_VENV)/bin/python || $(PYTHON) -m venv $(COMPAT_VENV)
