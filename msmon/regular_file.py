@@ -13,6 +13,7 @@ import stat
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from io import FileIO
     from typing import BinaryIO
 
 LARGEST_DOCUMENT = 64 * 2**20
@@ -86,3 +87,14 @@ def write_whole(path: str | os.PathLike[str], content: bytes, *, mode: int = 0o6
         with contextlib.suppress(OSError):
             os.unlink(beside)  # noqa: PTH108 - as above
         raise
+
+
+def write_all(file: FileIO, content: bytes) -> None:
+    """Write to a file without a buffer, of which one call may write a part only.
+
+    Raises:
+        OSError: Not everything could be written.
+    """
+    view = memoryview(content)
+    while view:
+        view = view[file.write(view) :]

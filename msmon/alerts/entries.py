@@ -1,4 +1,7 @@
-"""Reads an ``anomaly.json`` entry by entry, so that one of any size, or one that ends too early, can be read."""
+"""Reads an ``anomaly.json`` entry by entry, so that one of any size, or one that ends too early, can be read.
+
+The journal beside it has the entries that it lacks: a JSON object a line, which holds one entry under its key.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import codecs
 import json
 from typing import TYPE_CHECKING, Any
 
-from msmon.regular_file import open_regular
+from msmon.regular_file import open_regular, read_regular
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,13 +23,65 @@ _LONGEST = 2**20
 _SPACE = " \t\r\n"
 
 
+def journal_of(path: Path) -> Path:
+    """Where the entries are that a file lacks."""
+    return path.with_suffix(".journal.jsonl")
+
+
 def iterate_entries(path: Path) -> Iterator[tuple[str, Any]]:
-    """Each key of the object in a file with its value, in their order. Those before a damaged place can be used.
+    """Each key of the object in a file with its value, then those that its journal has, all in their order.
+
+    Everything that can be read comes before an error.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It holds no object, or is damaged from here on.
+        OSError: One of them cannot be read.
+        ValueError: One of them is damaged: what is missing, in words.
     """
+    late, fault = _of_journal(path)  # first: what is folded in the meantime is in the file then
+    count = 0
+    try:
+        for key, entry in _of_file(path):
+            late.pop(key, None)
+            yield key, entry
+            count += 1
+    except FileNotFoundError:
+        if not late:
+            raise
+    except ValueError as error:
+        what = f"everything after {count:,} entries ({error})"
+        fault = ValueError(f"{what}; {fault}" if fault else what)
+    yield from late.items()
+    if fault is not None:
+        raise fault
+
+
+def _of_journal(path: Path) -> tuple[dict[str, Any], Exception | None]:
+    """The entries of the journal of a file, and what keeps others from being read.
+
+    An unfinished line at its end is what a process leaves that was ended while it wrote.
+    """
+    journal = journal_of(path)
+    try:
+        *lines, _ = read_regular(journal).decode("utf-8", "replace").split("\n")
+    except FileNotFoundError:
+        return {}, None
+    except OSError as error:
+        return {}, error
+    found = [_entry_of(line) for line in lines]
+    damaged = found.count(None)
+    entries = {key: entry for one in found if one is not None for key, entry in one.items()}
+    return entries, ValueError(f"{damaged:,} lines of {journal.name}") if damaged else None
+
+
+def _entry_of(line: str) -> dict[str, Any] | None:
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _of_file(path: Path) -> Iterator[tuple[str, Any]]:
     with open_regular(path) as file:
         text = _Text(file)
         text.take("{")

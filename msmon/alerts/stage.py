@@ -58,9 +58,9 @@ class Alerts:
         self._guard.run(self._judge, step, statistics)
 
     def flush(self) -> None:
-        """The run ends: try once more to write what could not be written."""
+        """The run ends: bring everything into the file itself, and try once more to write what could not be written."""
         if self._file is not None:
-            self._guard.run(self._keep, self._file.flush)
+            self._guard.run(self._keep, self._file.fold)
 
     def release(self) -> None:
         """Nothing more is written by this process."""

@@ -14,6 +14,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,19 +23,17 @@ from msmon.alerts.anomaly import STAGES, Order, order_of, stage_of
 from msmon.alerts.catalogue import default_rules
 from msmon.alerts.entries import iterate_entries
 from msmon.alerts.evaluate import Evaluator, builtin_rules
-from msmon.alerts.files import FILE, FOLDER, RUNS_FILE
+from msmon.alerts.files import FILE, FOLDER, read_runs
 from msmon.config.schema import AlertConfig
 from msmon.errors import MsmonError
 from msmon.offline.reader import STEPS, CsvFile, RecordedRow, StepIndex, Unreadable, kind_files, run_directories
 from msmon.record.table import Row
-from msmon.regular_file import read_regular
 from msmon.runtime.run_directory import DirectoryName, by_time, parse_directory_name, read_run_file, replace_file
 from msmon.sinks.base import RecordedStep
 from msmon.sinks.csv import STEPS_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-    from pathlib import Path
 
     from msmon.config.schema import Rule
 
@@ -179,16 +178,13 @@ def _from_dumps(
 
 
 def _entries(path: Path, unreadable: Unreadable) -> Iterator[tuple[str, Any]]:
-    """The entries of a file, as far as it can be read."""
-    whole = 0
+    """The entries of a file and its journal, as far as they can be read."""
     try:
-        for entry in iterate_entries(path):
-            yield entry
-            whole += 1
+        yield from iterate_entries(path)
     except OSError as error:
-        unreadable.cannot_open(path, error)
+        unreadable.cannot_open(Path(error.filename or path), error)
     except ValueError as error:
-        unreadable.add(path, f"everything after {whole:,} entries ({error})")
+        unreadable.add(path, str(error))
 
 
 def _latest_run(paths: Sequence[Path]) -> str:
@@ -224,16 +220,7 @@ def _runs(path: Path) -> dict[str, dict[str, Any]]:
     owner = _owner(path)
     if owner is not None:
         return {owner.run: {"directory": path.name.removeprefix("anomaly.").removesuffix(".json"), "first": 0}}
-    try:
-        content = json.loads(read_regular(path.with_name(RUNS_FILE)))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    described = content.items() if isinstance(content, dict) else ()
-    return {
-        run: about
-        for run, about in described
-        if isinstance(about, dict) and _is_whole(about.get("first")) and 0 <= about["first"] < sys.maxsize
-    }
+    return read_runs(path)
 
 
 class _Ranking:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from msmon import log
-from msmon.regular_file import read_regular, write_whole
+from msmon.regular_file import read_regular, write_all, write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -216,7 +216,7 @@ class _AppendedFile:
                 text = self._after_a_cut(file, text)
             file.seek(self._end)
             try:
-                _write_all(file, text)
+                write_all(file, text)
             except OSError:
                 file.truncate(self._end)
                 raise
@@ -275,12 +275,6 @@ def _content(path: Path) -> bytes:
 def _open_to_write(path: Path) -> io.FileIO:
     flags = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     return io.FileIO(os.open(path, flags), "r+b")
-
-
-def _write_all(file: io.FileIO, content: bytes) -> None:
-    view = memoryview(content)
-    while view:
-        view = view[file.write(view) :]
 
 
 def csv_text(lines: Iterable[Sequence[object]]) -> bytes:

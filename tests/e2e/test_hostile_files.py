@@ -77,7 +77,7 @@ def test_settings_are_the_users_own(runner: Runner) -> None:
     assert len(done.run_file()["command"]) == 1
 
 
-@pytest.mark.parametrize("name", [".lock", "anomaly.json", "runs.json"])
+@pytest.mark.parametrize("name", [".lock", "anomaly.json", "anomaly.journal.jsonl", "runs.json"])
 def test_pipes_in_the_place_of_files(runner: Runner, name: str) -> None:
     """Nobody writes to them, and nobody waits for that."""
     folder = runner.output / "anomaly_detected" / "rank0"
@@ -92,7 +92,7 @@ def test_links_in_the_place_of_files(runner: Runner) -> None:
     victim.write_text("precious")
     folder = runner.output / "anomaly_detected" / "rank0"
     folder.mkdir(parents=True)
-    for name in (".lock", "anomaly.json", ".anomaly.json.tmp", "runs.json", ".runs.json.tmp"):
+    for name in (".lock", "anomaly.json", ".anomaly.json.tmp", "anomaly.journal.jsonl", "runs.json", ".runs.json.tmp"):
         (folder / name).symlink_to(victim)
     done = trained(runner)
     assert victim.read_text() == "precious"

@@ -17,6 +17,7 @@ from alert_steps import evaluator
 from conftest import MSMON
 from typer.testing import CliRunner
 
+from msmon.alerts.entries import journal_of
 from msmon.alerts.files import AnomalyFile
 from msmon.alerts.stage import Alerts, JudgedSink
 from msmon.errors import MsmonError
@@ -68,6 +69,8 @@ def write_root(root: Path) -> None:
                 values[:, -1] = np.isnan(values[:, 0])
                 sink.write(RecordedStep("", step, rows, values.ravel(), 1, step == 2, 1024.0, complete=True))
             alerts.release()
+            ((key, entry),) = list(json.loads(file.path.read_text()).items())[-1:]
+            journal_of(file.path).write_text(json.dumps({f"{key}_2": entry}) + '\n{"torn')  # as a kill leaves it
     structure = {
         "0:": {"class": "Net", "training": True, "input": {"config": "tensor", "tensor": "size=(4, 3), dtype=torch.float32"}, "output": {"config": "tensor", "tensor": "size=(4, 2), dtype=torch.float32"}, "input_grad": {"config": "tensor"}, "output_grad": {"config": "tensor"}, "parameters": {}},
         "0:w": {"class": "Linear", "training": True, "parameters": {"weight": {"shape": [2, 3], "dtype": "torch.float32", "trainable": True}}},

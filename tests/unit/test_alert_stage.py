@@ -20,8 +20,9 @@ from msmon.alerts import command as command_module
 from msmon.alerts import files
 from msmon.alerts.command import INTERVAL, AlertCommand
 from msmon.alerts.custom import load_custom_rules
+from msmon.alerts.entries import iterate_entries
 from msmon.alerts.evaluate import Evaluator, builtin_rules, custom_rule
-from msmon.alerts.files import AnomalyFile
+from msmon.alerts.files import AnomalyFile, read_runs
 from msmon.alerts.options import AlertOptions, OnAlert
 from msmon.alerts.setup import make_alerts
 from msmon.alerts.stage import Alerts, JudgedSink
@@ -29,6 +30,7 @@ from msmon.config.schema import AlertConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from io import FileIO
 
     from msmon.alerts.observations import Observations
     from msmon.sinks.base import RecordedStep
@@ -217,7 +219,7 @@ def test_what_could_not_be_written_is_written_later(
     alerts = Alerts(evaluator("AnomalyNan"), file=anomaly_file(tmp_path))
     alerts.judge(bad(0, "a"), ["norm"])
     with monkeypatch.context() as full:
-        full.setattr(files, "_replace", _no_space)
+        full.setattr(files, "write_whole", _no_space)
         for number in range(1, 4):
             alerts.judge(bad(number, "a"), ["norm"])
     assert len(read(tmp_path)) == 1
@@ -232,7 +234,7 @@ def test_a_file_that_cannot_be_read_at_first_is_not_replaced(tmp_path: Path, mon
     first.judge(bad(0, "a"), ["norm"])
     first.release()
     with monkeypatch.context() as broken:
-        broken.setattr(files, "read_entries", _no_space)
+        broken.setattr(files, "iterate_entries", _no_space)
         alerts = Alerts(evaluator("AnomalyNan"), file=anomaly_file(tmp_path, "4567abcd"))
         alerts.judge(bad(1, "b"), ["norm"])
     assert len(read(tmp_path)) == 1
@@ -253,6 +255,220 @@ def test_a_damaged_file_is_put_aside(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert len(read(tmp_path)) == 1
     assert (folder / "anomaly.unreadable-0123abcd.json").read_text() == '{"half'
     assert "could not be read" in capfd.readouterr().err
+
+
+def test_what_can_be_read_of_a_damaged_file_stays(tmp_path: Path) -> None:
+    """The entries before the damage, and those of a journal; the damaged files are kept as they are, too."""
+    alerts = Alerts(evaluator("AnomalyNan"), file=anomaly_file(tmp_path))
+    for number in range(4):
+        alerts.judge(bad(number, "a"), ["norm"])
+    alerts.release()
+    folder = tmp_path / "anomaly_detected" / "rank0"
+    damaged = (folder / "anomaly.json").read_text()[:-40]
+    (folder / "anomaly.json").write_text(damaged)
+    (folder / "anomaly.journal.jsonl").write_text('{"late": {}}\nno JSON\n[]\n{"later": {}}\n')
+    Alerts(evaluator("AnomalyNan"), file=anomaly_file(tmp_path, "4567abcd")).judge(bad(4, "b"), ["norm"])
+    assert [entry.get("step") for entry in read(tmp_path).values()] == [0, 1, 2, None, None, 4]
+    assert (folder / "anomaly.unreadable-4567abcd.json").read_text() == damaged
+    assert "no JSON" in (folder / "anomaly.unreadable-4567abcd.jsonl").read_text()
+    assert {run: about["first"] for run, about in read_runs(folder / "anomaly.json").items()} == {
+        "0123abcd": 0,
+        "4567abcd": 5,
+    }
+
+
+# Its journal
+
+
+LARGE = 60
+"""Anomalies that make a file which is not replaced at each step any more."""
+
+
+@pytest.fixture
+def early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is not small for long."""
+    monkeypatch.setattr(files, "SMALL", 4096)
+
+
+def filled(root: Path, count: int = LARGE, run: str = "0123abcd") -> Alerts:
+    """A run that has found so many anomalies, one a step."""
+    alerts = Alerts(evaluator("AnomalyNan"), file=anomaly_file(root, run))
+    for number in range(count):
+        alerts.judge(bad(number, "a"), ["norm"])
+    return alerts
+
+
+def steps_found(root: Path) -> list[int]:
+    """The steps of all entries, in their order, as every reader sees them."""
+    return [entry["step"] for _, entry in iterate_entries(root / "anomaly_detected" / "rank0" / "anomaly.json")]
+
+
+def written_by_this_thread() -> int:
+    """Bytes that it has written in all."""
+    counts = dict(line.split(": ") for line in Path("/proc/thread-self/io").read_text().splitlines())
+    return int(counts["wchar"])
+
+
+def test_what_is_written_grows_with_the_anomalies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with their square: the second half of them costs little more than twice what the second quarter did."""
+    monkeypatch.setattr(log, "say", lambda *_, **__: None)
+    alerts = Alerts(evaluator("AnomalyNan"), file=anomaly_file(tmp_path))
+    counts = {}
+    for number in range(4001):
+        if number in {1000, 2000, 4000}:
+            counts[number] = written_by_this_thread()
+        alerts.judge(bad(number, "a"), ["norm"])
+    assert counts[4000] - counts[2000] < 2.5 * (counts[2000] - counts[1000])
+    assert steps_found(tmp_path) == list(range(4001))
+
+
+@pytest.mark.usefixtures("early")
+def test_what_earlier_runs_found_is_not_written_at_each_step(tmp_path: Path) -> None:
+    """Beside thousands of earlier entries a few new ones cost a few lines, and the file once at the end."""
+    alerts = filled(tmp_path, 1000)
+    alerts.flush()
+    alerts.release()
+    later = Alerts(evaluator("AnomalyNan"), file=anomaly_file(tmp_path, "4567abcd"))
+    before = written_by_this_thread()
+    for number in range(9):
+        later.judge(bad(number, "b"), ["norm"])
+    assert written_by_this_thread() - before < 9 * 1000
+    assert steps_found(tmp_path) == [*range(1000), *range(9)]
+    later.flush()
+    assert len(read(tmp_path)) == 1009
+
+
+@pytest.mark.usefixtures("early")
+def test_journal(tmp_path: Path) -> None:
+    """While a run goes on it has what the file lacks, an object a line; at its end the file has everything."""
+    alerts = filled(tmp_path)
+    folder = tmp_path / "anomaly_detected" / "rank0"
+    kept = read(tmp_path)
+    lines = [json.loads(line) for line in (folder / "anomaly.journal.jsonl").read_text().splitlines()]
+    late = {key: entry for line in lines for key, entry in line.items()}
+    assert len(lines) == len(late) > 0
+    assert [entry["step"] for entry in (kept | late).values()] == list(range(LARGE))
+    assert steps_found(tmp_path) == list(range(LARGE))
+    alerts.flush()
+    assert [path.name for path in sorted(folder.iterdir())] == [".lock", "anomaly.json", "runs.json"]
+    assert read(tmp_path) == kept | late
+    alerts.flush()
+    alerts.judge(bad(LARGE, "a"), ["norm"])
+    assert steps_found(tmp_path) == list(range(LARGE + 1))
+
+
+@pytest.mark.usefixtures("early")
+def test_readers_see_every_finished_step(tmp_path: Path) -> None:
+    """Whoever reads file and journal while anomalies come in sees all that were kept before, in their order."""
+    alerts = Alerts(evaluator("AnomalyNan"), file=anomaly_file(tmp_path))
+    finished = 0
+    done = threading.Event()
+    looked = threading.Semaphore(0)
+    looks = []
+
+    def look() -> None:
+        while not done.is_set():
+            at_least = finished
+            looks.append((at_least, steps_found(tmp_path)))
+            looked.release()
+
+    reader = threading.Thread(target=look)
+    reader.start()
+    for number in range(400):
+        alerts.judge(bad(number, "a"), ["norm"])
+        finished = number + 1
+        if finished % 40 == 0:
+            assert looked.acquire(timeout=60)
+    done.set()
+    reader.join()
+    assert len({at_least for at_least, _ in looks}) > 1
+    for at_least, seen in looks:
+        assert seen == list(range(len(seen)))
+        assert len(seen) >= at_least
+
+
+@pytest.mark.parametrize("left", ["as it was", "torn", "folded already"])
+@pytest.mark.usefixtures("early")
+def test_a_run_takes_over_the_journal_of_a_killed_one(left: str, tmp_path: Path) -> None:
+    """All of it goes into the file, before what is new, once; a line that the kill has torn is none."""
+    alerts = filled(tmp_path)
+    alerts.release()
+    folder = tmp_path / "anomaly_detected" / "rank0"
+    journal = folder / "anomaly.journal.jsonl"
+    text = journal.read_text()
+    if left == "torn":
+        journal.write_text(text[:-20])
+    elif left == "folded already":  # killed after the file was replaced, and before the journal was removed
+        alerts.flush()
+        alerts.release()
+        journal.write_text(text)
+    there = LARGE - (left == "torn")
+    assert steps_found(tmp_path) == list(range(there))
+    later = Alerts(evaluator("AnomalyNan"), file=anomaly_file(tmp_path, "4567abcd"))
+    assert not journal.exists()
+    assert len(read(tmp_path)) == there
+    later.judge(bad(7, "b"), ["norm"])
+    later.flush()
+    assert [entry["step"] for entry in read(tmp_path).values()] == [*range(there), 7]
+    runs = read_runs(folder / "anomaly.json")
+    assert {run: about["first"] for run, about in runs.items()} == {"0123abcd": 0, "4567abcd": there}
+
+
+@pytest.mark.parametrize("hindrance", ["removed", "cut short", "grown", "a link", "a pipe"])
+@pytest.mark.usefixtures("early")
+def test_a_journal_that_is_not_as_it_was_left(hindrance: str, tmp_path: Path) -> None:
+    """Nothing is added to it: the file is replaced."""
+    alerts = filled(tmp_path)
+    journal = tmp_path / "anomaly_detected" / "rank0" / "anomaly.journal.jsonl"
+    victim = tmp_path / "victim"
+    victim.write_bytes(bytes(journal.stat().st_size))
+    if hindrance == "cut short":
+        os.truncate(journal, journal.stat().st_size - 10)
+    elif hindrance == "grown":
+        journal.write_text(journal.read_text() + "something")
+    else:
+        journal.unlink()
+        if hindrance == "a link":
+            journal.symlink_to(victim)
+        elif hindrance == "a pipe":
+            os.mkfifo(journal)
+    alerts.judge(bad(LARGE, "a"), ["norm"])
+    assert [entry["step"] for entry in read(tmp_path).values()] == list(range(LARGE + 1))
+    assert not os.path.lexists(journal)
+    assert not any(victim.read_bytes())
+
+
+@pytest.mark.usefixtures("early")
+def test_a_full_disk_in_the_middle_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was written of it is taken back, and the whole line comes when there is room."""
+
+    def full(file: FileIO, content: bytes) -> None:
+        file.write(content[:20])
+        _no_space()
+
+    alerts = filled(tmp_path)
+    with monkeypatch.context() as disk:
+        disk.setattr(files, "write_all", full)
+        disk.setattr(files, "write_whole", _no_space)
+        for number in range(LARGE, LARGE + 3):
+            alerts.judge(bad(number, "a"), ["norm"])
+    assert steps_found(tmp_path) == list(range(LARGE))
+    alerts.judge(bad(LARGE + 3, "a"), ["norm"])
+    assert steps_found(tmp_path) == list(range(LARGE + 4))
+
+
+@pytest.mark.usefixtures("early")
+def test_no_room_for_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anomalies go to the journal for as long as that has room, and readers see them."""
+    alerts = filled(tmp_path)
+    with monkeypatch.context() as disk:
+        disk.setattr(files, "write_whole", _no_space)
+        for number in range(LARGE, 2 * LARGE):
+            alerts.judge(bad(number, "a"), ["norm"])
+        alerts.flush()
+        assert steps_found(tmp_path) == list(range(2 * LARGE))
+    alerts.flush()
+    assert len(read(tmp_path)) == 2 * LARGE
 
 
 def test_file_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
