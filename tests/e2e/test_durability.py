@@ -380,13 +380,16 @@ def test_output_with_a_space(runner: Runner) -> None:
 
 @pytest.mark.slow
 def test_output_removed_or_renamed(runner: Runner) -> None:
-    """Whoever removes or renames what a run writes gets rows in new files, with headers and run.json, and one line each."""
+    """Whoever removes or renames what a run writes gets rows in new files, with headers and run.json, and one line each.
+
+    Anomalies are all there again.
+    """
     changes = """
     import glob, shutil
     directory = lambda: glob.glob("out/*rank0*")[0]
     def written(step):  # the line of a step is written after its rows
         try:
-            return f",{step}," in open(directory() + "/steps.csv").read()
+            return str(step) in [line.split(",")[1] for line in open(directory() + "/steps.csv")]
         except (OSError, IndexError):
             return False
     def change(step):
@@ -403,8 +406,12 @@ def test_output_removed_or_renamed(runner: Runner) -> None:
     script = training(
         runner, "change(step) if place == 'backward' and step in changes else None", before=changes.strip()
     )
-    done = runner.monitored(script, config={"wg_distribution": True, "step_count_per_record": 100})
+    alert = {"rules": [{"rule_name": "AnomalyNan", "args": {"threshold": 0}}], "dump": True}
+    config = {"wg_distribution": True, "ops": ["norm"], "step_count_per_record": 100, "alert": alert}
+    done = runner.monitored(script, config=config)
     assert done.returncode == 0, done.stderr
+    kept = json.loads((runner.output / "anomaly_detected" / "rank0" / "anomaly.json").read_text())
+    assert [entry["step"] for entry in kept.values()] == [step for step in range(8) for _ in range(8)]
     (directory,) = done.directories()
     assert done.run_file()["models"][0]["optimizers"] == ["Adam"]
     assert [line["step"] for line in done.steps()][-2:] == ["6", "7"]
@@ -415,6 +422,7 @@ def test_output_removed_or_renamed(runner: Runner) -> None:
     assert [line.split(str(runner.output))[1] for line in said] == [
         f"/{directory.name} was removed or renamed: rows go on in a new directory of that name",
         f"/{directory.name}/grad_reduced_0-99.csv was removed while the run goes on: rows go on in a new file",
+        "/anomaly_detected/rank0/anomaly.json was removed or renamed: it is written again",
     ]
 
 

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import sys
 import threading
 import time
@@ -490,6 +491,65 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFix
         alerts.judge(bad(number, "a"), ["norm"])
     assert capfd.readouterr().err.count("could not be written") == 1
     assert alerts.found == 3
+
+
+# The place is taken away while a run goes on
+
+
+def take_away(root: Path, what: str) -> None:
+    folder = root / "anomaly_detected"
+    if what == "renamed":
+        folder.rename(root / "elsewhere")
+    elif (folder / what).is_dir():
+        shutil.rmtree(folder / what)
+    else:
+        (folder / what).unlink()
+
+
+@pytest.mark.usefixtures("early")
+@pytest.mark.parametrize("count", [3, LARGE])
+@pytest.mark.parametrize("what", ["", "rank0", "renamed", "rank0/anomaly.json", "rank0/.lock"])
+def test_what_was_taken_away_comes_back(
+    what: str, count: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With the next anomaly: all entries, those of earlier runs too, and where each run begins; and that is said once."""
+    filled(tmp_path, 2).release()
+    alerts = filled(tmp_path, count, "4567abcd")
+    take_away(tmp_path, what)
+    for number in range(count, count + 3):
+        alerts.judge(bad(number, "b"), ["norm"])
+    assert steps_found(tmp_path) == [0, 1, *range(count + 3)]
+    runs = read_runs(tmp_path / "anomaly_detected" / "rank0" / "anomaly.json")
+    assert {run: about["first"] for run, about in runs.items()} == {"0123abcd": 0, "4567abcd": 2}
+    said = capfd.readouterr().err.count("anomaly.json was removed or renamed: it is written again")
+    assert said == (what != "rank0/.lock")
+    later = anomaly_file(tmp_path, "89ababcd")
+    later.open()
+    assert later.path.name != "anomaly.json", "the place is not kept for the run"
+    for kept in (alerts, later):
+        kept.release()
+
+
+@pytest.mark.usefixtures("early")
+@pytest.mark.parametrize("what", ["", "renamed"])
+def test_what_was_taken_away_before_the_end(what: str, tmp_path: Path) -> None:
+    """Without a new anomaly it does not come back: whoever cleans up at the end of a script has it clean."""
+    alerts = filled(tmp_path)
+    take_away(tmp_path, what)
+    alerts.flush()
+    assert not (tmp_path / "anomaly_detected").exists()
+
+
+def test_another_job_takes_a_place_that_was_taken_away(tmp_path: Path) -> None:
+    """Then both keep what they find, the first in a file of its own."""
+    filled(tmp_path, 2).release()
+    first = filled(tmp_path, 3, "4567abcd")
+    take_away(tmp_path, "")
+    filled(tmp_path, 4, "89ababcd")
+    first.judge(bad(3, "a"), ["norm"])
+    own = tmp_path / "anomaly_detected" / "rank0" / "anomaly.Nov29_15-32-03-rank0-4567abcd.json"
+    assert [entry["step"] for entry in json.loads(own.read_text()).values()] == [0, 1, 2, 3]
+    assert steps_found(tmp_path) == [0, 1, 2, 3]
 
 
 # Faults, and users' own rules
