@@ -13,6 +13,7 @@ import stat
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from io import FileIO
     from typing import BinaryIO
 
@@ -61,12 +62,14 @@ def read_regular(path: str | os.PathLike[str], limit: int = LARGEST_DOCUMENT) ->
         return file.read(size)
 
 
-def write_whole(path: str | os.PathLike[str], content: bytes, *, mode: int = 0o666, exact: bool = False) -> None:
-    """Write a file whole: readers find the old one or the new one, and a link in its place is replaced, not followed.
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str], *, mode: int = 0o666, exact: bool = False) -> Iterator[BinaryIO]:
+    """A file to write, which takes the place of another one once it is whole.
+
+    Readers find the old one or the new one, and a link in its place is replaced, not followed.
 
     Args:
         path: The file.
-        content: What it shall hold.
         mode: Its permissions, less the umask.
         exact: Not less the umask.
 
@@ -81,12 +84,22 @@ def write_whole(path: str | os.PathLike[str], content: bytes, *, mode: int = 0o6
         with os.fdopen(descriptor, "wb") as file:
             if exact and hasattr(os, "fchmod"):
                 os.fchmod(descriptor, mode)
-            file.write(content)
+            yield file
         os.replace(beside, where)  # noqa: PTH105 - pathlib costs start-up time
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(beside)  # noqa: PTH108 - as above
         raise
+
+
+def write_whole(path: str | os.PathLike[str], content: str | bytes, *, mode: int = 0o666, exact: bool = False) -> None:
+    """Write a file whole: see :func:`replacing`. A lone surrogate in text becomes JSON's escape.
+
+    Raises:
+        OSError: It cannot be written; the old one is unharmed.
+    """
+    with replacing(path, mode=mode, exact=exact) as file:
+        file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
 
 
 def write_all(file: FileIO, content: bytes) -> None:

@@ -179,7 +179,7 @@ class AnomalyFile:
             mine = self._runs.setdefault(self._run, {"first": count})
             mine["directory"] = self._directory
             self._first = mine["first"]
-        write_whole(self.path.with_name(RUNS_FILE), f"{json.dumps(self._runs, indent=1)}\n".encode())
+        write_whole(self.path.with_name(RUNS_FILE), f"{json.dumps(self._runs, indent=1)}\n")
 
     def _free_key(self, anomaly: Anomaly) -> str:
         """Its key; with a number when a run before, or a restart, came to the same tensor in the same step."""

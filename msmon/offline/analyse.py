@@ -28,7 +28,8 @@ from msmon.config.schema import AlertConfig
 from msmon.errors import MsmonError
 from msmon.offline.reader import STEPS, CsvFile, RecordedRow, StepIndex, Unreadable, kind_files, run_directories
 from msmon.record.table import Row
-from msmon.runtime.run_directory import DirectoryName, by_time, parse_directory_name, read_run_file, replace_file
+from msmon.regular_file import write_whole
+from msmon.runtime.run_directory import DirectoryName, by_time, parse_directory_name, read_run_file
 from msmon.sinks.base import RecordedStep
 from msmon.sinks.csv import STEPS_FILE
 
@@ -120,7 +121,7 @@ def write_result(analysis: Analysis, path: Path) -> None:
     Raises:
         OSError: It cannot be written.
     """
-    replace_file(path, json.dumps(dict(analysis.first), indent=2, ensure_ascii=False) + "\n")
+    write_whole(path, json.dumps(dict(analysis.first), indent=2, ensure_ascii=False) + "\n")
 
 
 def result_path(directory: Path) -> Path:

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from msmon.errors import MsmonError, OutputError
 from msmon.offline.reader import CsvFile, StepIndex, Unreadable, kind_files, run_directories
-from msmon.regular_file import open_regular
-from msmon.runtime.run_directory import RUN_FILE, parse_directory_name, read_run_file, replace_file
+from msmon.regular_file import open_regular, replacing, write_whole
+from msmon.runtime.run_directory import RUN_FILE, parse_directory_name, read_run_file
 from msmon.sinks.csv import STEPS_FILE, csv_text
 from msmon.stats.definitions import Statistic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
     from typing import BinaryIO
 
@@ -151,7 +151,7 @@ def merge(
                 progress(number + 1, len(files))
         _copy(of_ranks[first] / STEPS_FILE, merged.directory / STEPS_FILE, unreadable)
         text = json.dumps(_report(reports, parts, first, merged.ranks), indent=2, ensure_ascii=False) + "\n"
-        replace_file(merged.directory / RUN_FILE, text)
+        write_whole(merged.directory / RUN_FILE, text)
     except OSError as error:
         raise OutputError(f"cannot write `{merged.directory}` ({error.strerror or error})", hint=hint) from error
     merged.faults = unreadable.lines()
@@ -172,22 +172,8 @@ def _copy(source: Path, target: Path, unreadable: Unreadable) -> None:
         except OSError as error:
             unreadable.cannot_open(source, error)
             return
-        with file, _replacing(target) as copy:
+        with file, replacing(target) as copy:
             shutil.copyfileobj(file, copy)
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which takes the place of another one once it is whole."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            yield file
-        beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
 
 
 def _directories(directory: Path, run: str) -> dict[int, Path]:
@@ -271,7 +257,7 @@ def _merge_file(
                 ordered = sorted(together.items(), key=lambda item: item[0][0])
                 whole = [each for _, found in ordered if (each := _whole(merged, kind, found, parts)) is not None]
                 if whole and whole_file is None:  # a file without a row is none
-                    whole_file = stack.enter_context(_replacing(file))
+                    whole_file = stack.enter_context(replacing(file))
                     whole_file.write(csv_text([[*places, *columns]]))
                 if whole_file is not None:
                     whole_file.write(csv_text(_cells(row, places, columns) for row in whole))

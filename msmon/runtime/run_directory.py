@@ -67,7 +67,7 @@ class RunDirectory:
         """
         text = self._documents[RUN_FILE] = _run_file_text(self.path, report)
         self._complete = False
-        replace_file(self.path / RUN_FILE, text)
+        write_whole(self.path / RUN_FILE, text)
         self._complete = True
 
     def add(self, name: str, text: str) -> None:
@@ -77,7 +77,7 @@ class RunDirectory:
             OSError: It cannot be written.
         """
         self._documents[name] = text
-        replace_file(self.path / name, text)
+        write_whole(self.path / name, text)
 
     def restore(self) -> bool:
         """Write the documents again when ``run.json`` is gone, with a new directory when that is gone too.
@@ -104,7 +104,7 @@ class RunDirectory:
         if was_there:
             log.say(what, once=f"gone:{self.path}")
         for name, text in list(self._documents.items()):
-            replace_file(self.path / name, text)
+            write_whole(self.path / name, text)
         self._complete = True
         return was_there
 
@@ -304,7 +304,7 @@ def write_run_file(directory: Path, content: dict[str, Any]) -> None:
     Raises:
         OSError: It cannot be written; an earlier one is unharmed.
     """
-    replace_file(directory / RUN_FILE, _run_file_text(directory, content))
+    write_whole(directory / RUN_FILE, _run_file_text(directory, content))
 
 
 def _run_file_text(directory: Path, content: dict[str, Any]) -> str:
@@ -313,15 +313,6 @@ def _run_file_text(directory: Path, content: dict[str, Any]) -> str:
     if earlier and earlier.get("started") != content.get("started"):
         before = [*before, {key: value for key, value in earlier.items() if key != "models"}]
     return json.dumps({**content, **({"resumed_from": before} if before else {})}, indent=2, ensure_ascii=False) + "\n"
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file whole: it is replaced, never half-written.
-
-    Raises:
-        OSError: It cannot be written; an earlier one is unharmed.
-    """
-    write_whole(path, text.encode("utf-8", "backslashreplace"))  # a lone surrogate becomes JSON's escape
 
 
 def read_run_file(directory: Path) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ from msmon.alerts.entries import journal_of
 from msmon.alerts.files import AnomalyFile
 from msmon.alerts.stage import Alerts, JudgedSink
 from msmon.errors import MsmonError
+from msmon.offline.merge import merge
 from msmon.record.table import Row
 from msmon.sinks.base import RecordedStep
 from msmon.sinks.csv import CsvSink
@@ -232,6 +233,19 @@ def test_everything_is_read(good: Path, tmp_path: Path) -> None:
         check(done, arguments)
         assert not isinstance(done.exception, MsmonError)
         assert "left out:" not in done.output
+
+
+def test_what_a_killed_merge_has_left(good: Path, tmp_path: Path) -> None:
+    """Merging again is not in its way, though the process has the same number, as the first one of a container has."""
+    root = shutil.copytree(good, tmp_path / "root")
+    merged = merge(root).directory
+    files = {path: path.read_bytes() for path in merged.iterdir()}
+    assert len(files) > 2
+    for path in files:
+        path.write_text("half")
+        path.with_name(f".{path.name}.{os.getpid()}.tmp").write_text("half")
+    merge(root)
+    assert {path: path.read_bytes() for path in files} == files
 
 
 @pytest.mark.slow

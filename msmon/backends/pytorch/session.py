@@ -46,10 +46,11 @@ from msmon.bootstrap.process import leave_at_once
 from msmon.bootstrap.settings import settings_path
 from msmon.config.explain import without_effect
 from msmon.plan.selection import Selection
+from msmon.regular_file import write_whole
 from msmon.runtime.guard import Guard
 from msmon.runtime.interruption import from_signal_handler
 from msmon.runtime.references import IdentitySet
-from msmon.runtime.run_directory import make_run_directory, replace_file
+from msmon.runtime.run_directory import make_run_directory
 from msmon.runtime.termination import Termination
 from msmon.runtime.writer import STALL_LIMIT, Writer
 from msmon.sinks import tensorboard
@@ -554,7 +555,7 @@ class Session:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if directory is None:
-                replace_file(path, text)
+                write_whole(path, text)
             else:
                 directory.add(path.name, text)
         except OSError as error:
