@@ -188,7 +188,7 @@ def show_processes(found: Examination) -> None:
     _err.print(f"training steps were made by rank {ranks}" if ranks else "no training step was seen")
     _err.print(f"exit code of the command: {found.exit_code}")
     if found.ranks:
-        _err.print("the output named above was temporary and is removed: `msmon run -- COMMAND` keeps it")
+        _err.print("what was recorded is removed: `msmon run -- COMMAND` keeps it")
     _err.print("a Python process that is not listed has lost PYTHONPATH or its environment, or is on another host")
 
 

@@ -163,7 +163,7 @@ def _in_words(decision: str) -> str:
 
 def _environment(config: Any, command: Sequence[str], folder: str) -> tuple[dict[str, str], Path]:  # noqa: ANN401 - pydantic is imported late
     log = Path(folder, "decisions.log")
-    environment, _ = launch.prepare_environment(config, command, output=folder)
+    environment, _ = launch.prepare_environment(config, command, output=folder, temporary=True)
     environment.update({env.DEBUG: str(log), env.MAIN_PID: ""})  # what was not seen is said here
     return environment, log
 

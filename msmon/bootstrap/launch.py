@@ -64,6 +64,7 @@ def prepare_environment(
     alerts: dict[str, Any] | None = None,
     dynamic: bool = False,
     first_step: int | None = None,
+    temporary: bool = False,
 ) -> tuple[dict[str, str], list[str]]:
     """The environment of the command, with the settings file written.
 
@@ -77,6 +78,7 @@ def prepare_environment(
         alerts: What the command line says of alerts.
         dynamic: Follow the file; ``DYNAMIC_MONITOR`` asks for it too.
         first_step: Number of the first training step, when the user said so.
+        temporary: The output is removed when the command has ended.
 
     Returns:
         The environment, and what the user should know before the command starts.
@@ -95,6 +97,7 @@ def prepare_environment(
         alerts=alerts or {},
         dynamic=dynamic or env.dynamic_requested(),
         first_step=first_step,
+        temporary=temporary,
     )
     path, notes = _write_settings(settings)
     environment = dict(os.environ)

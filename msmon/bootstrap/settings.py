@@ -38,6 +38,7 @@ class Settings:
         alerts: What the command line says of alerts, as plain values.
         first_step: Number of the first training step, when the user said so.
         dynamic: Whether the file is followed: launchers may drop ``DYNAMIC_MONITOR`` on the way to other hosts.
+        temporary: Whether the output is removed when the command has ended, so that nobody is told where it is.
     """
 
     run_id: str
@@ -52,6 +53,7 @@ class Settings:
     alerts: dict[str, Any] = field(default_factory=dict)
     dynamic: bool = False
     first_step: int | None = None
+    temporary: bool = False
 
     def config(self) -> MonitorConfig:
         """The configuration as a value; it was checked before the run began."""

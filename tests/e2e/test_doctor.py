@@ -144,8 +144,8 @@ def test_decisions_are_put_together_by_process() -> None:
 
 
 @pytest.mark.slow
-def test_its_output_is_said_to_be_removed(runner: Runner) -> None:
-    """The trial run names its output; what follows says that nothing is left of it."""
+def test_no_file_that_is_removed_is_named(runner: Runner) -> None:
+    """The trial run says what it has seen, and not where; the end says that nothing is left of it."""
     runner.write("""
         import torch
         model = torch.nn.Linear(2, 1)
@@ -153,5 +153,11 @@ def test_its_output_is_said_to_be_removed(runner: Runner) -> None:
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
     """)
-    done = doctor(runner, "--", sys.executable, "train.py")
-    assert "the output named above was temporary and is removed" in done.stderr.split("output: ")[1]
+    temporary = runner.folder / "temporary"
+    temporary.mkdir()
+    done = doctor(runner, "--", sys.executable, "train.py", TMPDIR=str(temporary))
+    assert "msmon: 1 training steps seen, 1 collected" in done.stderr
+    assert "what was recorded is removed" in done.stderr
+    assert str(temporary) not in done.stdout + done.stderr
+    assert list(temporary.iterdir()) == []
+    assert "next:" not in done.stderr

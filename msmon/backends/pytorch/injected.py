@@ -76,6 +76,7 @@ class InjectedMonitor:
             config_path=settings.source,
             alert_options=settings.alert_options(),
             options=settings.options,
+            temporary=settings.temporary,
         )
 
     def after_fork(self) -> None:

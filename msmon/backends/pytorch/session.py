@@ -188,6 +188,7 @@ class Session:
         alert_options: What the command line says of alerts.
         pipeline: Place of this rank in its pipeline, and the ranks of that.
         options: Keys from the command line, which go over those of the file.
+        temporary: The output is removed when the command has ended: it is not named in what is said at the end.
     """
 
     def __init__(
@@ -201,6 +202,7 @@ class Session:
         alert_options: AlertOptions | None = None,
         pipeline: Callable[[], tuple[int, Sequence[int]]] | None = None,
         options: Mapping[str, Any] | None = None,
+        temporary: bool = False,
     ) -> None:
         self._number = next(_numbers)
         self._dynamic: DynamicRun | None = None
@@ -227,6 +229,7 @@ class Session:
         self._on_training = on_training
         self._alert_options = alert_options
         self._pipeline = pipeline
+        self._temporary = temporary
         self._common_stop: CommonStop | None = None
         self._termination: Termination | None = None
         self._under_way: dict[int, list[tuple[Optimizer, Watch | None]]] = {}
@@ -819,11 +822,11 @@ class Session:
         lost = f", {writer.dropped} could not be written" if writer.dropped else ""
         cut = f", {self.steps_cut_short} more cut short" if self.steps_cut_short else ""
         log.say(f"{self.steps_seen} training steps seen, {self.steps_collected} collected{cut}{lost}")
-        log.say(f"output: {self.output.directory.path}")
+        self._say_where(f"output: {self.output.directory.path}")
         alerts = self.output.alerts
         if alerts is not None and alerts.first is not None:
             log.say(f"anomalies on this rank: {alerts.found:,}, the first: {alerts.first.message}")
-            log.say(f"next:   msmon analyse {shlex.quote(str(self._output_root))}")
+            self._say_where(f"next:   msmon analyse {shlex.quote(str(self._output_root))}")
             return
         unreached = [text for watch in self.watches for text in watch.unreached.values()]
         for text in unreached:
@@ -836,9 +839,13 @@ class Session:
             log.say("no anomaly on this rank")
         example = _example_file(self.output.directory.path)
         if self.output.config.format == "tensorboard":
-            log.say(f"next:   tensorboard --logdir {shlex.quote(str(self._output_root))}")
+            self._say_where(f"next:   tensorboard --logdir {shlex.quote(str(self._output_root))}")
         elif example is not None:
-            log.say(f"next:   head {shlex.quote(str(example))}")
+            self._say_where(f"next:   head {shlex.quote(str(example))}")
+
+    def _say_where(self, text: str) -> None:
+        if not self._temporary:
+            log.say(text)
 
     def close(self) -> None:
         """Write the step under way as far as it came, and take everything back: hooks, patches, handlers, the thread."""
