@@ -159,5 +159,5 @@ def test_no_file_that_is_removed_is_named(runner: Runner) -> None:
     assert "msmon: 1 training steps seen, 1 collected" in done.stderr
     assert "what was recorded is removed" in done.stderr
     assert str(temporary) not in done.stdout + done.stderr
-    assert list(temporary.iterdir()) == []
+    assert list(temporary.glob("msmon-*")) == []  # torch leaves a folder of its own
     assert "next:" not in done.stderr
