@@ -6,6 +6,7 @@ import gc
 import signal
 import sys
 import threading
+import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import torch
 from integration.truth import batch, net
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from msmon.backends.pytorch import session
 from msmon.errors import ArgumentError, ConfigError, MsmonError
 from msmon.offline.reader import read_kind, read_steps, run_directories
 from msmon.pytorch import TrainerMon
@@ -444,6 +446,36 @@ def test_backward_passes_of_two_threads_at_once(room: Room) -> None:
     for thread in threads:
         thread.join()
     assert [line["micro_steps"] for line in steps_of(room)] == ["1"] * 10
+
+
+def test_first_steps_of_two_threads_at_once(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that comes second waits for the directory as well, so that its first step is recorded too."""
+    models = [net("First"), net("Second")]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    monitor = room.monitor()
+    for model, optimizer in zip(models, optimizers, strict=True):
+        monitor.set_monitor(model, grad_acc_steps=1, optimizer=optimizer)
+    make, open_output = session.make_run_directory, session.Session.open
+    entered = set()
+
+    def make_when_both_want_it(*args: Any, **options: Any) -> Any:
+        while len(entered) < 2:
+            time.sleep(0.01)
+        time.sleep(0.1)  # for the one that does not wait to get ahead
+        return make(*args, **options)
+
+    def note_and_open(self: Any) -> None:
+        entered.add(threading.get_ident())
+        open_output(self)
+
+    monkeypatch.setattr(session, "make_run_directory", make_when_both_want_it)
+    monkeypatch.setattr(session.Session, "open", note_and_open)
+    threads = [threading.Thread(target=train, args=(*pair, 1)) for pair in zip(models, optimizers, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(line["step"] for line in steps_of(room)) == ["0", "0"]
 
 
 class Interruption:

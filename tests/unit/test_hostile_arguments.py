@@ -185,7 +185,9 @@ def test_a_full_disk(folder: Path) -> None:
 
 def test_without_stdout(folder: Path) -> None:
     """A closed stdout is none of our business."""
-    done = subprocess.run(f"{MSMON} analyse out --json >&-", shell=True, cwd=folder, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        f"'{MSMON}' analyse out --json >&-", shell=True, cwd=folder, stderr=subprocess.PIPE, text=True
+    )
     assert (done.returncode, "Traceback" in done.stderr) == (0, False)
 
 

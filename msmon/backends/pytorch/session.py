@@ -223,6 +223,7 @@ class Session:
         self._late: list[tuple[StepTable, MonitorConfig]] = []
         self._unmatched: list[str] = []
         self._opening: threading.Thread | None = None
+        self._opening_hangs = False
         self._opening_lock = threading.RLock()
         self._output_root = Path(output_root or env.output_root())
         self._injected = injected or {}
@@ -652,25 +653,23 @@ class Session:
         if self.output is not None or self._unwritable:
             return
         opening = self._opening
-        if opening is not None:
-            if not opening.is_alive():
-                self._opening = None
-            return  # it hangs: training does not wait for it any more
-        self._opening = opening = threading.Thread(target=self._open_guarded, name="msmon-opening", daemon=True)
-        try:
-            opening.start()
-        except RuntimeError:  # the interpreter is shutting down and starts no more threads
-            self._opening = None
-            self._open_guarded()
-            return
-        left = STALL_LIMIT
+        if opening is None:
+            opening = threading.Thread(target=self._open_guarded, name="msmon-opening", daemon=True)
+            try:
+                opening.start()
+            except RuntimeError:  # the interpreter is shutting down and starts no more threads
+                self._open_guarded()
+                return
+            self._opening = opening
+        left = 0.0 if self._opening_hangs else STALL_LIMIT
         while opening.is_alive() and left > 0:
             opening.join(min(left, 0.1))
             left -= 0.1
-        if opening.is_alive():
+        if not opening.is_alive():
+            self._opening, self._opening_hangs = None, False
+        elif not self._opening_hangs:
+            self._opening_hangs = True
             log.say(f"{self._output_root} has not answered for {STALL_LIMIT:.0f} s: nothing is recorded until it does")
-        else:
-            self._opening = None
 
     def _open_guarded(self) -> None:
         with self._opening_lock:
@@ -877,7 +876,7 @@ class Session:
             self._termination.after_fork()
             self._termination = None
         self._lock = threading.RLock()
-        self._opening, self._opening_lock = None, threading.RLock()
+        self._opening, self._opening_hangs, self._opening_lock = None, False, threading.RLock()
         self._gone = queue.SimpleQueue()  # the parent's writer may have been at the old one
         if self.output is not None:
             self.output.release()  # the locks are the parent's, for as long as that lives
