@@ -87,7 +87,7 @@ class Runner:
         path.write_text(json.dumps(config))
         return path
 
-    def call(self, command: list[str], *, timeout: float = 180, **env: str) -> Finished:
+    def call(self, command: list[str], *, timeout: float = 900, **env: str) -> Finished:
         done = subprocess.run(
             command, cwd=self.folder, env={**self.environment, **env}, capture_output=True, text=True, timeout=timeout
         )

@@ -30,7 +30,7 @@ csv2tensorboard_by_step(sys.argv[1], process_num=2, output_dirpath=sys.argv[2])
 
 def convert(python: str, package: str, source: Path, output: Path) -> None:
     done = subprocess.run(
-        [python, "-c", CONVERT.format(package=package), str(source), str(output)], capture_output=True, text=True, timeout=300
+        [python, "-c", CONVERT.format(package=package), str(source), str(output)], capture_output=True, text=True, timeout=900
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 

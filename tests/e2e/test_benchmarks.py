@@ -43,7 +43,7 @@ def test_alerts(tmp_path: Path) -> None:
     sizes = ["--steps", "5", "--ranks", "3", "--anomalies", "10"]
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / "alerts.py"), *sizes, "--json", "figures.json"],
-        capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False,
+        capture_output=True, text=True, cwd=tmp_path, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "30 anomalies of 3 ranks: ranked in" in done.stdout

@@ -435,7 +435,7 @@ def test_two_runs_at_once(runner: Runner) -> None:
         subprocess.Popen(command, cwd=runner.folder, env=runner.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]  # fmt: skip
-    outputs = [process.communicate(timeout=180) for process in both]
+    outputs = [process.communicate(timeout=900) for process in both]
     assert [process.returncode for process in both] == [0, 0]
     assert outputs[0][0] == outputs[1][0]
     finished = Finished(0, "", "", runner.output)

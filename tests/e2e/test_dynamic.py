@@ -343,7 +343,7 @@ def test_two_jobs_follow_one_file(runner: Runner) -> None:
                 assert job.poll() is None
         assert runner.call([MSMON, "on", str(path)]).returncode == 0
         for job in jobs:
-            _, errors = job.communicate(timeout=120)
+            _, errors = job.communicate(timeout=900)
             assert job.returncode == 0, errors
             assert "Traceback" not in errors
     finally:

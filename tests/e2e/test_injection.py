@@ -97,7 +97,7 @@ class Injected(Runner):
             stdin=None if stdin is not None else subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=900,
             check=False,
         )
         return Finished(done.returncode, done.stdout, done.stderr, self.output)
@@ -588,7 +588,7 @@ def test_the_command_keeps_its_process(injected: Injected) -> None:
         command, cwd=injected.folder, env=injected.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    out, err = process.communicate("given\nto it", timeout=120)
+    out, err = process.communicate("given\nto it", timeout=900)
     assert out == f"{process.pid} {os.getpid()} {injected.folder} given\nto it\n"
     assert err.startswith("err")
 

@@ -65,7 +65,7 @@ def script(runner: Runner) -> str:
 
 
 def monitored(runner: Runner, *command: str, **env: str) -> Finished:
-    done = runner.call([MSMON, "run", "--output", str(runner.output), "--", *command], timeout=300, **env)
+    done = runner.call([MSMON, "run", "--output", str(runner.output), "--", *command], timeout=900, **env)
     assert done.returncode == 0, done.stderr
     return done
 

@@ -191,7 +191,7 @@ ENDS = """
     if rank == 0:
         subprocess.Popen([sys.executable, __file__, sys.argv[1], "1"])
     store = "file://" + os.path.abspath(sys.argv[1] + ("monitored" if "MSMON_CONFIG" in os.environ else "bare"))
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=900))
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(3, 2)).sum().backward()

@@ -85,7 +85,7 @@ def run(code: str, **environment: str) -> str:
     """Run a script that prints nothing but its answer; warnings are errors."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
-        capture_output=True, text=True, timeout=120, check=False, env={"PATH": "/usr/bin:/bin", **environment},
+        capture_output=True, text=True, timeout=900, check=False, env={"PATH": "/usr/bin:/bin", **environment},
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return done.stdout.strip()

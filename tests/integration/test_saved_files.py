@@ -72,5 +72,5 @@ def test_saved_files_hold_no_trace(runner: Runner) -> None:
     assert list(map(len, saved)) == list(map(len, expected))  # pickled storages have numbers of their own
     assert not any(word in content for content in saved for word in (b"msmon", b"nullcontext", b"ModuleHook"))
     loaded = [sys.executable, "-c", LOAD, str(runner.folder / "watched.pt")]
-    again = subprocess.run(loaded, capture_output=True, text=True, timeout=180)
+    again = subprocess.run(loaded, capture_output=True, text=True, timeout=900)
     assert again.returncode == 0, again.stderr

@@ -45,7 +45,7 @@ class Installed:
         env |= {"PATH": f"{self.environment / 'bin'}{os.pathsep}{env['PATH']}", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
         executable = str(self.environment / "bin" / command[0])
         return subprocess.run(
-            [executable, *command[1:]], cwd=self.folder, env=env, capture_output=True, text=True, timeout=300
+            [executable, *command[1:]], cwd=self.folder, env=env, capture_output=True, text=True, timeout=900
         )
 
     def imports(self, module: str) -> bool:
@@ -57,14 +57,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     """The wheel built from this checkout and installed; what it depends on comes from the environment of the tests."""
     place = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(place), str(REPOSITORY)]
-    done = subprocess.run(build, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(build, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = place.glob("*.whl")
     environment = place / "environment"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=300)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=900)
     python = environment / "bin" / "python"
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
-    done = subprocess.run(install, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(install, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     # A path of a .pth file is searched, and .pth files in it are not read: this checkout stays out.
@@ -146,5 +146,5 @@ print([name for name in ("torch", "mindspore", "numpy", "typer", "rich", "pydant
 import pydantic
 print("pydantic" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=900, check=True)
     assert done.stdout.splitlines() == ["[]", "True"]

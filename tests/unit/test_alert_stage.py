@@ -379,7 +379,7 @@ def test_readers_see_every_finished_step(tmp_path: Path) -> None:
         alerts.judge(bad(number, "a"), ["norm"])
         finished = number + 1
         if finished % 40 == 0:
-            assert looked.acquire(timeout=60)
+            assert looked.acquire(timeout=900)
     done.set()
     reader.join()
     assert len({at_least for at_least, _ in looks}) > 1

@@ -31,7 +31,7 @@ ENVIRONMENT = {
 def msmon(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """The real command, in a terminal of 80 columns without colour."""
     return subprocess.run(
-        [MSMON, *args], cwd=cwd, env={**ENVIRONMENT, **env}, capture_output=True, text=True, timeout=120
+        [MSMON, *args], cwd=cwd, env={**ENVIRONMENT, **env}, capture_output=True, text=True, timeout=900
     )
 
 
@@ -381,7 +381,7 @@ def test_completions_are_fresh() -> None:
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -398,7 +398,7 @@ def test_a_stale_completion_is_found(tmp_path: Path) -> None:
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
     )
     assert done.returncode == 1
     assert "-# stale" in done.stdout
@@ -445,7 +445,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 """
     array = " ".join(f"'{word}'" for word in words)
     done = subprocess.run(
-        ["bash", "-c", f"WORDS=({array})\n{script}"], env=ENVIRONMENT, capture_output=True, text=True, timeout=120
+        ["bash", "-c", f"WORDS=({array})\n{script}"], env=ENVIRONMENT, capture_output=True, text=True, timeout=900
     )
     assert done.stderr == ""
     assert set(done.stdout.split()) == expected

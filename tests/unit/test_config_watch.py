@@ -35,7 +35,7 @@ class Heard:
         self.event.set()
 
     def wait(self) -> MonitorConfig:
-        assert self.event.wait(10), "no change was noticed"
+        assert self.event.wait(300), "no change was noticed"
         self.event.clear()
         return self.configs[-1]
 

@@ -136,7 +136,7 @@ def test_the_output_of_the_environment(invoke: Any, monkeypatch: pytest.MonkeyPa
 )
 def test_as_the_user_sees_it(arguments: list[str], code: int, folder: Path) -> None:
     """A line, a hint, the page that explains it, and the exit code."""
-    done = subprocess.run([MSMON, *arguments], cwd=folder, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([MSMON, *arguments], cwd=folder, capture_output=True, text=True, timeout=900)
     error, _, rest = done.stderr.partition("\n\n")
     assert done.returncode == code
     assert error.startswith("error: ")
@@ -165,7 +165,7 @@ def test_a_reader_that_goes_away(arguments: list[str], folder: Path) -> None:
         if not gone:
             with os.fdopen(reading, "rb") as file:
                 file.read()
-        said = process.communicate(timeout=120)[1]
+        said = process.communicate(timeout=900)[1]
         codes.append((process.returncode, said.replace("replaced", "wrote")))
     assert codes[0] == codes[1]
     assert "Exception" not in codes[1][1]

@@ -27,7 +27,7 @@ def modules(*packages: str) -> list[str]:
 def imported_by(*statements: str) -> set[str]:
     """Every module that a fresh interpreter has loaded after these statements."""
     code = "\n".join([*statements, "import sys", "print(*sys.modules)"])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=900, check=True)
     return set(done.stdout.split())
 
 

@@ -43,7 +43,7 @@ def python(code: str) -> Ended:
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PREAMBLE + textwrap.dedent(code)],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=900,
         check=False,
     )
     return Ended(done.returncode, done.stdout.splitlines(), done.stderr)
@@ -469,7 +469,7 @@ def test_first_process_of_a_container() -> None:
         ["unshare", "--fork", "--pid", sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=900,
         check=False,
     )
     if "unshare" in done.stderr:

@@ -305,7 +305,7 @@ def test_no_table_is_under_way_when_the_process_forks(
     assert sink.writing.wait(60)
     child = os.fork()
     if child == 0:
-        os._exit(0 if taken.acquire(timeout=5) else 1)
+        os._exit(0 if taken.acquire(timeout=900) else 1)
     assert os.waitpid(child, 0)[1] == 0
     writer.submit(table(1))
     assert writer.drain()
