@@ -46,7 +46,7 @@ def measure(pairs: int) -> dict[str, Any]:
     bare.pop("PYTHONDONTWRITEBYTECODE", None)
     with tempfile.TemporaryDirectory() as folder:
         prepared, _ = prepare_environment(MonitorConfig(wg_distribution=True), COMMAND, output=folder)
-        names = (env.SETTINGS, env.SETTINGS_FORWARDED, env.RUN_ID, "MSMON_MAIN_PID", "PYTHONPATH")
+        names = (env.SETTINGS, env.SETTINGS_FORWARDED, env.RUN_ID, env.RUN_ID_FORWARDED, "MSMON_MAIN_PID", "PYTHONPATH")
         injected = {**bare, **{name: prepared[name] for name in names}}
         check(bare, injected, Path(folder))
         times: dict[str, list[float]] = {"bare": [], "injected": []}

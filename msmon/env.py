@@ -6,6 +6,10 @@ Standard library only: this module is imported in processes that may never train
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 SETTINGS = "MSMON_CONFIG"
 """Absolute path of the settings file that ``msmon run`` wrote for the processes it starts."""
@@ -21,6 +25,9 @@ DEBUG = "MSMON_DEBUG"
 
 RUN_ID = "MSMON_RUN_ID"
 """Eight hexadecimal digits shared by every process of a run; made by ``msmon run``."""
+
+RUN_ID_FORWARDED = "PYTHON_MSMON_RUN_ID"
+"""The same under a name that launchers forward to other hosts."""
 
 MAIN_PID = "MSMON_MAIN_PID"
 """The process that became the command: at its end it says so if nothing was recorded."""
@@ -62,6 +69,11 @@ def dynamic_requested() -> bool:
 
 
 _MOST_DIGITS = 18
+
+
+def run_id(environment: Mapping[str, str] = os.environ) -> str:
+    """The run's id as an environment has it; empty where it has none."""
+    return environment.get(RUN_ID) or environment.get(RUN_ID_FORWARDED) or ""
 
 
 def first_number(names: tuple[str, ...], default: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import stat
 import sys
 import tempfile
 from pathlib import Path
@@ -13,12 +14,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msmon
 from msmon import env
 from msmon.bootstrap import unreached
-from msmon.bootstrap.settings import Settings, settings_path
+from msmon.bootstrap.settings import Settings, marks_path
 from msmon.errors import CommandNotExecutableError, CommandNotFoundError
+from msmon.regular_file import write_whole
 from msmon.runtime.process import run_id
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from msmon.config.schema import MonitorConfig
 
@@ -85,7 +87,6 @@ def prepare_environment(
     """
     root = str(Path(output).expanduser().absolute()) if output else env.output_root()
     settings = Settings(
-        run_id=run_id(),
         version=msmon.__version__,
         package=str(Path(msmon.__file__).resolve().parent),
         output_root=root,
@@ -100,12 +101,14 @@ def prepare_environment(
         temporary=temporary,
     )
     path, notes = _write_settings(settings)
+    identity = run_id()
     environment = dict(os.environ)
     environment.update(
         {
             env.SETTINGS: path,
             env.SETTINGS_FORWARDED: path,
-            env.RUN_ID: settings.run_id,
+            env.RUN_ID: identity,
+            env.RUN_ID_FORWARDED: identity,
             # who says at its end that nothing was recorded
             env.MAIN_PID: str(os.getpid()) if config.kinds and config.collect_times and not notes else "",
             "PYTHONPATH": _python_path(os.environ.get("PYTHONPATH", "")),
@@ -124,11 +127,10 @@ def run_command(executable: str, command: Sequence[str], environment: dict[str, 
     sys.stderr.flush()
     for number in _IGNORED_BY_PYTHON:
         signal.signal(number, signal.SIG_DFL)
-    outer = settings_path()
-    if outer:  # of a run that this one is inside of: it is this one that speaks
-        unreached.leave_mark(outer, unreached.TOLD)
+    # Of a run that this one is inside of: it is this one that speaks.
+    unreached.leave_mark(marks_path(os.environ), unreached.TOLD)
     expected = environment.get(env.MAIN_PID) and environment.get(env.ENABLED) != "0"
-    send_away = unreached.stand_by(environment[env.SETTINGS]) if expected else None
+    send_away = _stand_by(marks_path(environment)) if expected else None
     try:
         os.execve(executable, list(command), environment)  # noqa: S606 - it is the command that is started, not a shell
     except OSError as error:
@@ -136,6 +138,14 @@ def run_command(executable: str, command: Sequence[str], environment: dict[str, 
             send_away()
         hint = "is its first line `#!interpreter`?"
         raise CommandNotExecutableError(f"cannot execute `{command[0]}` ({error.strerror})", hint=hint) from error
+
+
+def _stand_by(marks: str) -> Callable[[], None] | None:
+    try:
+        write_whole(marks, b"", mode=stat.S_IRUSR | stat.S_IWUSR)
+    except OSError:  # the disk has no room any more: then nobody speaks at the end
+        return None
+    return unreached.stand_by(marks)
 
 
 def warnings_about(command: Sequence[str]) -> list[str]:

@@ -71,7 +71,6 @@ def _first_optimizer(optimizer: Any) -> None:  # noqa: ANN401 - torch is not imp
 def _start() -> None:
     try:
         settings = read_settings(settings_path())
-        os.environ.setdefault(env.RUN_ID, settings.run_id)  # a launcher may have passed on the settings only
         if settings.dynamic:
             os.environ.setdefault(env.DYNAMIC, "True")
         from msmon.backends.pytorch import injected  # noqa: PLC0415 - only a process that trains pays for it

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msmon import env
-from msmon.bootstrap.unreached import SETTINGS_PREFIX
+from msmon.bootstrap.unreached import PREFIX
 from msmon.regular_file import read_regular, write_whole
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from msmon.alerts.options import AlertOptions
     from msmon.config.schema import MonitorConfig
 
@@ -26,7 +28,6 @@ class Settings:
     """What a run was asked for.
 
     Attributes:
-        run_id: Eight hexadecimal digits.
         version: Of the msmon that started the run.
         package: Absolute path of its ``msmon`` folder: where a process imports it from when it has none of its own.
         output_root: Absolute path.
@@ -41,7 +42,6 @@ class Settings:
         temporary: Whether the output is removed when the command has ended, so that nobody is told where it is.
     """
 
-    run_id: str
     version: str
     package: str
     output_root: str
@@ -74,13 +74,14 @@ class Settings:
 
     def for_report(self) -> dict[str, Any]:
         """What ``run.json`` says of it."""
-        return {"run_id": self.run_id, "config_file": self.source, "command": self.command}
+        return {"run_id": env.run_id(), "config_file": self.source, "command": self.command}
 
     def write(self, folder: str) -> str:
         """Write the file into a folder, whole: hosts that share the folder may write the same one at the same time.
 
         Its name, which travels in the environment, holds the digest of its content: who can write to the folder can
-        take it away, but have no process believe another one. Nobody else may read it, since arguments may hold secrets.
+        take it away, but have no process believe another one. Runs that are asked for the same have one file, which
+        stays: a process of any of them may start at any time. Nobody else may read it, since arguments may hold secrets.
 
         Returns:
             Its path.
@@ -89,14 +90,19 @@ class Settings:
             OSError: It cannot be written.
         """
         content = json.dumps(asdict(self), indent=2).encode()
-        path = Path(folder, f"{SETTINGS_PREFIX}{self.run_id}-{hashlib.sha256(content).hexdigest()}.json")
+        path = Path(folder, f"{PREFIX}{hashlib.sha256(content).hexdigest()}.json")
         write_whole(path, content, mode=0o600)
         return str(path)
 
 
-def settings_path() -> str:
-    """Where the settings of this process's run are; empty when it was not started by ``msmon run``."""
-    return os.environ.get(env.SETTINGS) or os.environ.get(env.SETTINGS_FORWARDED) or ""
+def settings_path(environment: Mapping[str, str] = os.environ) -> str:
+    """Where the settings of a process's run are; empty when it was not started by ``msmon run``."""
+    return environment.get(env.SETTINGS) or environment.get(env.SETTINGS_FORWARDED) or ""
+
+
+def marks_path(environment: Mapping[str, str]) -> str:
+    """Where the processes of a run leave marks: see :mod:`msmon.bootstrap.unreached`."""
+    return f"{settings_path(environment)}.{env.run_id(environment)}"
 
 
 def read_settings(path: str) -> Settings:

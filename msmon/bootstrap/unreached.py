@@ -3,7 +3,8 @@
 The command may never start a Python, or one that does not look at ``PYTHONPATH``; then nothing of msmon is in any of its
 processes. So ``msmon run`` leaves a process behind before it becomes the command: it belongs to no process and no session
 of the command's, holds stderr only, sleeps until the command has ended, and reads what the processes of the run have left.
-They leave marks in the mode of the settings file, which costs one call of the kernel and leaves no further file.
+They leave marks in the mode of an empty file beside the settings, which costs one call of the kernel. The file is named
+after the settings and the run, and gone when the run has ended.
 
 That process runs this very file, alone: standard library only.
 """
@@ -25,13 +26,13 @@ REACHED = stat.S_IXUSR
 """A Python process of the run has found its settings. ``sitecustomize`` leaves it, and knows its number."""
 
 TOLD = stat.S_IXGRP
-"""The command's own process has said at its end what there was to say. As above."""
+"""A run inside of this one says what there is to say. The command's own process takes the file away when it has spoken."""
 
 TRAINED = stat.S_IXOTH
 """A process of the run has trained, whether or not that left rows."""
 
-SETTINGS_PREFIX = ".msmon-"
-"""How the names of settings files begin."""
+PREFIX = ".msmon-"
+"""How the names of settings and marks begin."""
 
 _NEEDED = ("PYTHONHOME", "LD_LIBRARY_PATH", "PATH")
 """What an interpreter may need of the environment to start."""
@@ -44,19 +45,19 @@ _NOT_REACHED = (
 _NOT_TRAINED = "no training step was seen in any process of the command (MSMON_DEBUG=1 shows what each process decided)"
 
 
-def leave_mark(settings: str, mark: int) -> None:
-    """Leave a mark in a settings file. Where that is not possible, nothing is said of the run."""
-    path = Path(settings)
-    if path.name.startswith(SETTINGS_PREFIX):  # else the variable is somebody else's
+def leave_mark(marks: str, mark: int) -> None:
+    """Leave a mark. Where that is not possible, nothing is said of the run."""
+    path = Path(marks)
+    if path.name.startswith(PREFIX):  # else the variable is somebody else's
         with contextlib.suppress(OSError):
             path.chmod(stat.S_IMODE(path.stat().st_mode) | mark)
 
 
-def stand_by(settings: str) -> Callable[[], None]:
+def stand_by(marks: str) -> Callable[[], None]:
     """Leave the process behind that speaks when the command has ended.
 
     Args:
-        settings: The settings file of the run.
+        marks: The file for marks. It is removed by that process, or by the command's own when it speaks.
 
     Returns:
         What sends it away: the command could not be started.
@@ -71,7 +72,7 @@ def stand_by(settings: str) -> Callable[[], None]:
     except OSError:  # no process or descriptor is left, or a kernel without pidfd_open
         return _nothing
     if child == 0:
-        _leave_family(command, waiting, settings)
+        _leave_family(command, waiting, marks)
     os.close(command)
     os.close(waiting)
     with contextlib.suppress(ChildProcessError):  # whoever ignores SIGCHLD has none to wait for
@@ -87,13 +88,13 @@ def _nothing() -> None:
     pass
 
 
-def _leave_family(command: int, waiting: int, settings: str) -> NoReturn:
+def _leave_family(command: int, waiting: int, marks: str) -> NoReturn:
     try:
         os.setsid()  # no signal of a terminal or to the group of the command
         if os.fork() == 0:
             os.chdir("/")
             _keep_only(command, waiting)
-            words = [sys.executable, "-s", "-S", __file__, settings, str(command), str(waiting)]
+            words = [sys.executable, "-s", "-S", __file__, marks, str(command), str(waiting)]
             needed = {name: os.environ[name] for name in _NEEDED if name in os.environ}
             os.execve(sys.executable, words, needed)  # noqa: S606 - a small process in the place of a copy of this one
     finally:
@@ -113,31 +114,32 @@ def _keep_only(*kept: int) -> None:
                 os.close(descriptor)
 
 
-def _wait_and_tell(settings: str, command: int, waiting: int) -> None:
-    if os.read(waiting, 1):
-        return
-    end = select.poll()
-    end.register(command)
-    end.poll()
-    text = _finding(Path(settings))
+def _wait_and_tell(marks: str, command: int, waiting: int) -> None:
+    started = not os.read(waiting, 1)
+    if started:
+        end = select.poll()
+        end.register(command)
+        end.poll()
+    text = _finding(Path(marks)) if started else ""
+    Path(marks).unlink()
     if text:
         os.write(2, f"msmon: {text}\n".encode())
 
 
-def _finding(settings: Path) -> str:
+def _finding(marks: Path) -> str:
     """What is to be said, if anything."""
-    mode = stat.S_IMODE(settings.stat().st_mode)
+    mode = stat.S_IMODE(marks.stat().st_mode)
     if mode & ~(REACHED | TOLD | TRAINED) != stat.S_IRUSR | stat.S_IWUSR:
         return ""  # a file system that keeps no modes
-    if mode & (TOLD | TRAINED) or _recorded(settings):
+    if mode & (TOLD | TRAINED) or _recorded(marks):
         return ""
     return _NOT_TRAINED if mode & REACHED else _NOT_REACHED
 
 
-def _recorded(settings: Path) -> bool:
+def _recorded(marks: Path) -> bool:
     """As in ``sitecustomize``: the run has a directory, or has gone on with one."""
-    written, run_id = settings.stat().st_mtime, settings.name.split("-")[1]
-    for directory in settings.parent.iterdir():
+    written, run_id = marks.stat().st_mtime, marks.name.rpartition(".")[2]
+    for directory in marks.parent.iterdir():
         if directory.name.endswith(f"-{run_id}"):
             return True
         report = directory / "run.json"

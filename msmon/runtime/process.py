@@ -29,7 +29,7 @@ def run_id() -> str:
     ``msmon run`` hands its id on in the environment. Where several hosts start their own ``msmon run``, the scheduler's
     job names the run; where nothing does, the id is random.
     """
-    given = os.environ.get(env.RUN_ID, "")
+    given = env.run_id()
     if re.fullmatch(r"[0-9a-f]{8}", given):
         return given
     job = ":".join(os.environ.get(name, "") for name in env.JOB_VARIABLES)

@@ -223,7 +223,9 @@ print(threading.active_count(), hasattr(optimizer.Optimizer.__init__, "__msmon_o
     done = injected.run(*command, PYTHONPATH="user", **env)
     assert done.stdout.startswith("0\n1 False False ")
     assert str(SITE_FOLDER) not in done.stdout
-    assert done.stderr == f"own sitecustomize {own}\n"
+    said = done.stderr.splitlines()
+    assert said[0] == f"own sitecustomize {own}"
+    assert [line.startswith(NOT_REACHED) for line in said[1:]] == ([True] if switch == "gone" else [])
     assert len(injected.decided("off: ")) == 1
 
 
@@ -268,7 +270,7 @@ def test_one_run_inside_another_keeps_both_settings(tmp_path: Path, monkeypatch:
     inner, _ = prepare_environment(MonitorConfig(param_distribution=True), ["inner"], output=str(tmp_path))
     read = [json.loads(Path(environment["MSMON_CONFIG"]).read_text()) for environment in (outer, inner)]
     assert [told["command"] for told in read] == [["outer"], ["inner"]]
-    assert [told["run_id"] for told in read] == ["0123abcd", "0123abcd"]
+    assert [environment["MSMON_RUN_ID"] for environment in (outer, inner)] == ["0123abcd", "0123abcd"]
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -678,7 +680,7 @@ def test_what_waits_for_the_end_is_not_of_the_command(injected: Injected) -> Non
                     words = (process / "cmdline").read_text().split(chr(0))
                 except OSError:
                     continue  # no process, or one that ended this moment
-                if os.environ["MSMON_CONFIG"] in words:
+                if f"{os.environ['MSMON_CONFIG']}.{os.environ['MSMON_RUN_ID']}" in words:
                     return process
         while not (process := waiting()):
             time.sleep(0.01)  # it is about to start
@@ -902,12 +904,11 @@ print("compiled", torch._dynamo.utils.counters["stats"]["unique_graphs"])
 def test_the_forwarded_settings_name_the_run(injected: Injected) -> None:
     """A training process that was handed only the forwarded variable records under the id of the run."""
     injected.write(TRAIN + "train()")
-    command = ["env", "-u", "MSMON_CONFIG", "-u", "MSMON_RUN_ID", sys.executable, "train.py"]
-    done = injected.run(*command)
+    script = 'echo "$MSMON_RUN_ID"; exec env -u MSMON_CONFIG -u MSMON_RUN_ID "$0" train.py'
+    done = injected.run("sh", "-c", script, sys.executable)
     assert done.returncode == 0
-    (settings,) = done.output.glob(".msmon-*.json")
     (directory,) = done.directories()
-    assert run_id(directory) == json.loads(settings.read_text())["run_id"]
+    assert run_id(directory) == done.run_file()["msmon"]["run_id"] == done.stdout.strip()
     assert NOTHING_SEEN not in done.stderr
 
 

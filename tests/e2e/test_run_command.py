@@ -128,14 +128,47 @@ def test_places_are_absolute(runner: Runner) -> None:
 
 
 def test_settings_name_the_run(runner: Runner) -> None:
-    """The settings have the run's id, the command and the micro-batches a step; the file is found in two variables."""
+    """The settings have the command and the micro-batches a step; the file and the run's id are found in two variables each."""
     told = settings(runner, "--grad-acc-steps", "4")
     assert told["grad_acc_steps"] == 4
     assert told["command"] == PRINT_SETTINGS
-    show = 'echo "$MSMON_CONFIG|$PYTHON_MSMON_CONFIG|$MSMON_RUN_ID"'
-    first, forwarded, run_id = run(runner, "--", "sh", "-c", show).stdout.strip().split("|")
-    assert first == forwarded
-    assert json.loads(Path(first).read_text())["run_id"] == run_id != told["run_id"]
+    show = 'echo "$MSMON_CONFIG|$PYTHON_MSMON_CONFIG|$MSMON_RUN_ID|$PYTHON_MSMON_RUN_ID"'
+    path, forwarded, run_id, forwarded_id = run(runner, "--", "sh", "-c", show).stdout.strip().split("|")
+    assert path == forwarded
+    assert run_id == forwarded_id
+    assert json.loads(Path(path).read_text())["command"] == ["sh", "-c", show]
+
+
+def test_settings_do_not_pile_up(runner: Runner) -> None:
+    """Runs that are asked for the same share one file, whatever else each leaves; another question has another file."""
+    show = 'echo "$MSMON_CONFIG|$MSMON_RUN_ID"; ls -A "$(dirname "$MSMON_CONFIG")"'
+    seen = [run(runner, "--output", "out", "--", "sh", "-c", show).stdout.splitlines() for _ in range(3)]
+    (path,) = {lines[0].split("|")[0] for lines in seen}
+    ids = [lines[0].split("|")[1] for lines in seen]
+    name = Path(path).name
+    assert len(set(ids)) == 3
+    assert [sorted(lines[1:]) for lines in seen] == [[name, f"{name}.{identity}"] for identity in ids]
+    assert [entry.name for entry in runner.output.iterdir()] == [name]
+    run(runner, "--output", "out", "--weights", "--", "sh", "-c", show)
+    refused = runner.write("no interpreter")
+    refused.chmod(0o755)
+    for command in ([sys.executable, "-c", ""], [str(refused)], ["sh", "-c", "kill -9 $$"]):
+        run(runner, "--output", "out", "--", *command)
+    assert len([entry for entry in runner.output.iterdir() if entry.suffix == ".json"]) == 5
+    assert len(list(runner.output.iterdir())) == 5
+
+
+@pytest.mark.slow
+def test_settings_are_there_for_a_process_that_starts_late(runner: Runner) -> None:
+    """One that a daemon starts when the command has long ended records under the id of its run, others or not."""
+    show = "env | grep -E '^(MSMON|PYTHON)'"
+    told = dict(line.split("=", 1) for line in run(runner, "-o", "out", "--", "sh", "-c", show).stdout.splitlines())
+    run(runner, "-o", "out", "--", "sh", "-c", show)
+    late = runner.bare(runner.write(TRAIN), **told)
+    assert late.returncode == 0
+    (directory,) = late.directories()
+    assert directory.name.endswith(told["MSMON_RUN_ID"])
+    assert late.run_file()["msmon"]["run_id"] == told["MSMON_RUN_ID"]
 
 
 @pytest.mark.slow
@@ -229,7 +262,7 @@ def test_only_our_variables_are_added(runner: Runner) -> None:
     script = runner.write("import json, os; print(json.dumps(dict(os.environ)))")
     bare = json.loads(runner.bare(script, PYTHONPATH="lib").stdout)
     monitored = json.loads(runner.monitored(script, PYTHONPATH="lib").stdout)
-    added = {"MSMON_CONFIG", "PYTHON_MSMON_CONFIG", "MSMON_RUN_ID", "MSMON_MAIN_PID"}
+    added = {"MSMON_CONFIG", "PYTHON_MSMON_CONFIG", "MSMON_RUN_ID", "PYTHON_MSMON_RUN_ID", "MSMON_MAIN_PID"}
     assert monitored.keys() - bare.keys() == added
     changed = {name for name in bare if bare[name] != monitored[name]}
     assert changed - {"PWD"} == {"PYTHONPATH"}  # a shell starts msmon where its path has a space, and sets PWD

@@ -29,7 +29,7 @@ def shared_run_id(session: int) -> str:
     Args:
         session: Number of the monitor in this process, so that several in one process differ.
     """
-    named = os.environ.get(env.RUN_ID) or any(os.environ.get(name) for name in env.JOB_VARIABLES)
+    named = env.run_id() or any(os.environ.get(name) for name in env.JOB_VARIABLES)
     if named or not (dist.is_available() and dist.is_initialized()):
         return run_id()
     proposal = secrets.token_hex(4)

@@ -43,7 +43,7 @@ from msmon.backends.pytorch.watch import Watch
 from msmon.backends.pytorch.watched import Naming
 from msmon.bootstrap import discovery, unreached
 from msmon.bootstrap.process import leave_at_once
-from msmon.bootstrap.settings import settings_path
+from msmon.bootstrap.settings import marks_path
 from msmon.config.explain import without_effect
 from msmon.plan.selection import Selection
 from msmon.regular_file import write_whole
@@ -810,7 +810,7 @@ class Session:
         if self._dynamic is not None:
             self._dynamic.stop()
         if self._injected and self.place is not None:
-            self.guard.run(unreached.leave_mark, settings_path(), unreached.TRAINED)
+            self.guard.run(unreached.leave_mark, marks_path(os.environ), unreached.TRAINED)
         self.guard.run(self._summarize)
 
     def _summarize(self) -> None:

@@ -118,25 +118,29 @@ def _arm(settings):
     sys.meta_path.insert(0, _Finder)
 
 
-def _leave_mark(settings, mark):
-    """Leave a mark for the process that looks when the command has ended: see ``unreached.py``."""
-    if not os.path.basename(settings).startswith(".msmon-"):
-        return  # the variable is somebody else's
-    try:
-        os.chmod(settings, os.stat(settings).st_mode & 0o777 | mark)
-    except (OSError, IOError) as error:
-        _debug("no mark in the settings: {!r}".format(error))
+def _marks(settings):
+    """The file for marks of this run, where there is one: see ``unreached.py``."""
+    return "{}.{}".format(settings, os.environ.get("MSMON_RUN_ID") or os.environ.get("PYTHON_MSMON_RUN_ID") or "")
 
 
-def _tell_at_exit(settings):
+def _leave_mark(marks, mark):
+    """Leave a mark for the process that looks when the command has ended."""
+    if os.path.basename(marks).startswith(".msmon-") and os.path.isfile(marks):  # else the variable is somebody else's
+        try:
+            os.chmod(marks, os.stat(marks).st_mode & 0o777 | mark)
+        except (OSError, IOError) as error:
+            _debug("no mark: {!r}".format(error))
+
+
+def _tell_at_exit(marks):
     if os.environ.get("MSMON_MAIN_PID") == str(os.getpid()):
         import atexit
 
         # Python 2 empties a module that nothing refers to any more, and the user's own takes our place in sys.modules.
-        atexit.register(_at_exit, settings, os.getpid(), sys.modules.get(__name__))
+        atexit.register(_at_exit, marks, os.getpid(), sys.modules.get(__name__))
 
 
-def _at_exit(settings, pid, _kept):
+def _at_exit(marks, pid, _kept):
     """If no process of the run recorded anything, say so, and what was seen in the command's own process.
 
     Nothing is imported here: an ``exec`` of text (``dataclasses`` has one) makes Python forget that it ends by Ctrl-C.
@@ -145,8 +149,9 @@ def _at_exit(settings, pid, _kept):
     try:
         if os.getpid() != pid:
             return
-        _leave_mark(settings, 0o010)
-        if (process and process.records()) or _recorded(settings):
+        recorded = (process and process.records()) or _recorded(marks)
+        os.remove(marks)
+        if recorded:
             return
         if sys.version_info < _OLDEST:
             seen = "this is Python {}.{}, msmon needs 3.10".format(*sys.version_info[:2])
@@ -161,17 +166,17 @@ def _at_exit(settings, pid, _kept):
         _debug("at exit: {!r}".format(error))
 
 
-def _recorded(settings):
+def _recorded(marks):
     """Whether the run has a directory: its name ends with the run's id or, in one gone on with, run.json has it."""
-    if os.stat(settings).st_mode & 0o667 == 0o601:  # a process says that it has trained, on a disk that keeps modes
+    if os.stat(marks).st_mode & 0o667 == 0o601:  # a process says that it has trained, on a disk that keeps modes
         return True
-    root, name = os.path.split(settings)
-    run_id = name.split("-")[1]
+    root, name = os.path.split(marks)
+    run_id = name.rpartition(".")[2]
     for directory in os.listdir(root):
         if directory.endswith("-" + run_id):
             return True
         report = os.path.join(root, directory, "run.json")
-        if os.path.isfile(report) and os.path.getmtime(report) >= os.path.getmtime(settings):
+        if os.path.isfile(report) and os.path.getmtime(report) >= os.path.getmtime(marks):
             with open(report, "rb") as file:
                 if run_id.encode() in file.read():
                     return True
@@ -189,8 +194,9 @@ def _start():
     if not os.path.isfile(settings):
         return "off: {} does not exist (left over from an earlier run?)".format(settings)
     sys._msmon_started = True
-    _leave_mark(settings, 0o100)
-    _tell_at_exit(settings)
+    marks = _marks(settings)
+    _leave_mark(marks, 0o100)
+    _tell_at_exit(marks)
     if sys.version_info < _OLDEST:
         return "off: Python {}.{}, msmon needs 3.10".format(*sys.version_info[:2])
     _arm(settings)
