@@ -12,7 +12,7 @@ import typer
 from msmon import env
 from msmon.errors import ExitCode, MsmonError, OutputError, UnusablePathError
 from msmon_cli import console, streams
-from msmon_cli.commands import analyse, csv2tb, doctor, merge, print_struct, run, switch, validate_config
+from msmon_cli.commands import analyse, csv2tb, doctor, explain, merge, print_struct, run, switch, validate_config
 
 EPILOG = """
 Examples:
@@ -30,6 +30,8 @@ Examples:
   msmon csv2tb monitor_output
 
   msmon doctor
+
+  msmon explain AnomalySpike
 """
 
 app = typer.Typer(
@@ -60,6 +62,7 @@ app.command("csv2tb")(csv2tb.csv2tb)
 app.command("doctor", context_settings={"allow_interspersed_args": False}, options_metavar="[OPTIONS] --")(
     doctor.doctor
 )
+app.command("explain")(explain.explain)
 app.command("on")(switch.on)
 app.command("off")(switch.off)
 app.command("status")(switch.status)

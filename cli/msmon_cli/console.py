@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from msmon.offline.analyse import Analysis
     from msmon.offline.structure import ModuleNode
 
-DOCS = "docs/messages.md"
 _TENSOR = re.compile(r"size=(?P<size>.+), dtype=torch\.(?P<dtype>\w+)")
 
 _COLUMNS = ("#", "step", "micro", "rank", "kind", "tensor", "finding")
@@ -45,7 +44,7 @@ def escape(text: str) -> str:
 
 
 def show_error(error: MsmonError) -> None:
-    """What is wrong and where, an empty line, how to mend it, where it is explained."""
+    """What is wrong and where, an empty line, how to mend it, what explains it."""
     if isinstance(error, ConfigError):
         for problem in error.problems:
             _error(problem.describe(error.source), problem.hint, problem.slug)
@@ -57,7 +56,7 @@ def _error(text: str, hint: str, slug: str) -> None:
     _err.print(f"[bold red]error:[/] {escape(text)}\n")
     if hint:
         _err.print(f"[bold]hint:[/] {escape(hint)}")
-    _err.print(f"see {DOCS}#{slug}\n")
+    _err.print(f"more: msmon explain {slug}\n")
 
 
 def show_warning(text: str) -> None:
@@ -73,6 +72,26 @@ def show_note(text: str) -> None:
 def show_line(text: str) -> None:
     """A line of data."""
     _out.print(escape(text))
+
+
+def show_page(text: str) -> None:
+    """Markdown: laid out on a terminal, as it is written anywhere else."""
+    if _out.is_terminal:
+        from rich.markdown import Markdown  # of this command only, and slow to import
+
+        Console(highlight=False).print(Markdown(text))
+    else:
+        _out.print(text, markup=False, end="")
+
+
+def show_topics(slugs: Mapping[str, str], pages: Mapping[str, str]) -> None:
+    """What there is to be explained, a line each."""
+    width = max(map(len, [*slugs, *pages]))
+    for title, topics in {"Errors": slugs, "Pages": pages}.items():
+        _out.print(f"[bold]{title}[/]")
+        for name, text in topics.items():
+            _out.print(f"  {name:{width}}  {escape(text)}")
+    _out.print("\nAlso: any key of the configuration, alert rule, kind of file, or line that msmon wrote.")
 
 
 def show_json(document: object) -> None:

@@ -146,7 +146,7 @@ def _fix(kind: str, key: str) -> str:
     default = field.get_default(call_default_factory=True) if field else None
     if isinstance(default, (int, float, str)):
         return f"the default is {json.dumps(default)}"
-    return f"see `{key}` in docs/configuration.md"
+    return f"`msmon explain {key}` says what it takes"
 
 
 def _json_path(location: tuple[int | str, ...]) -> str:

@@ -266,7 +266,8 @@ class MonitorConfig(_Frozen):
         "The older name `switch` is accepted.",
     )
     alert: AlertConfig = Field(
-        AlertConfig(), description="Alert rules, and whether anomalies are written to files; see `docs/alerts.md`."
+        AlertConfig(),
+        description="Alert rules, and whether anomalies are written to files; see `msmon explain alerts`.",
     )
     format: Literal["csv", "tensorboard", "api"] = Field(
         "csv", description="`csv` files; `tensorboard` event files; `api`: memory only."

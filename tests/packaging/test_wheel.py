@@ -125,6 +125,16 @@ def test_completions_are_installed(place: str, source: str, installed: Installed
 
 
 @pytest.mark.slow
+def test_the_installed_msmon_explains(installed: Installed) -> None:
+    """The pages are in the wheel, once."""
+    for page in (REPOSITORY / "docs").glob("*.md"):
+        assert installed.run("msmon", "explain", page.stem).stdout.splitlines()[0] == page.read_text().splitlines()[0]
+    with zipfile.ZipFile(installed.wheel) as wheel:
+        names = [name for name in wheel.namelist() if name.endswith("messages.md")]
+    assert names == ["msmon_cli/docs/messages.md"]
+
+
+@pytest.mark.slow
 def test_the_installed_msmon_records_a_training(installed: Installed) -> None:
     """`msmon run -- python script.py` from the wheel records, with the sitecustomize of the installed package."""
     (installed.folder / "train.py").write_text(SCRIPT)

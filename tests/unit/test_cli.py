@@ -45,6 +45,7 @@ def msmon(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]
         ["analyse"],
         ["csv2tb"],
         ["doctor"],
+        ["explain"],
         ["merge"],
         ["print-struct"],
         ["run"],
@@ -167,7 +168,7 @@ def test_a_command_that_cannot_start(command: str, code: int, message: str, hint
     assert message in error
     assert rest.startswith("hint: ")
     assert hint in rest
-    assert "docs/messages.md#command-not-" in rest
+    assert "more: msmon explain command-not-" in rest
     assert "Traceback" not in done.stderr
 
 
@@ -427,8 +428,21 @@ def test_the_zsh_script_completes_when_it_is_autoloaded() -> None:
         (["msmon", "ru"], {"run"}),
         (
             ["msmon", ""],
-            {"analyse", "csv2tb", "doctor", "merge", "off", "on", "print-struct", "run", "status", "validate-config"},
+            {
+                "analyse",
+                "csv2tb",
+                "doctor",
+                "explain",
+                "merge",
+                "off",
+                "on",
+                "print-struct",
+                "run",
+                "status",
+                "validate-config",
+            },
         ),
+        (["msmon", "explain", "wrong-"], {"wrong-argument", "wrong-option"}),
         (["msmon", "run", "--opt"], {"--optimizer-state"}),
         (["msmon", "validate-config", "--"], {"--schema", "--explain", "--json", "--help"}),
     ],

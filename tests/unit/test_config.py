@@ -122,15 +122,15 @@ def test_frozen() -> None:
         ({"ndigits": 3.5}, "ndigits", "must be a whole number", "the default is 6"),  # P71
         ({"ndigits": -1}, "ndigits", "should be greater than or equal to 0", "the default is 6"),
         ({"ndigits": 21}, "ndigits", "should be less than or equal to 20", "the default is 6"),
-        ({"module_ranks": ["0"]}, "module_ranks[0]", "must be a whole number", "docs/configuration.md"),  # P72
+        ({"module_ranks": ["0"]}, "module_ranks[0]", "must be a whole number", "msmon explain"),  # P72
         ({"module_ranks": 0}, "module_ranks", "must be a list", "write […]"),
-        ({"module_ranks": [-1]}, "module_ranks[0]", "should be greater than or equal to 0", "docs/configuration.md"),
+        ({"module_ranks": [-1]}, "module_ranks[0]", "should be greater than or equal to 0", "msmon explain"),
         ({"targets": ["fc"]}, "targets", "must be an object", "write {…}"),  # P73
         ({"targets": {"fc": "x"}}, "targets.fc", "must be an object", "write {…}"),
         ({"targets": {"a.fc": {"foo": 1}}}, 'targets["a.fc"].foo', "unknown key", "known are: `input`"),  # P74
         ({"targets": {"fc": {"inptu": "tensor"}}}, "targets.fc.inptu", "unknown key", "did you mean `input`?"),
-        ({"targets": {"fc": {"input": "tensr"}}}, "targets.fc.input", 'must be "tensor"', "docs/configuration.md"),
-        ({"targets": {"fc": {"input": 1}}}, "targets.fc.input", 'must be "tensor"', "docs/configuration.md"),
+        ({"targets": {"fc": {"input": "tensr"}}}, "targets.fc.input", 'must be "tensor"', "msmon explain"),
+        ({"targets": {"fc": {"input": 1}}}, "targets.fc.input", 'must be "tensor"', "msmon explain"),
         ({"cc_distribution": []}, "cc_distribution", "must be an object", "write {…}"),  # P77
         ({"cc_distribution": {"x": 1}}, "cc_distribution.x", "unknown key", "known are: `enable`"),
         ({"cc_distribution": {"enabel": True}}, "cc_distribution.enabel", "unknown key", "did you mean `enable`?"),
@@ -156,20 +156,20 @@ def test_frozen() -> None:
         ({"step_count_per_record": 0}, "step_count_per_record", "should be greater than or equal to 1", "the default is 1"),
         ({"step_count_per_record": 1e7}, "step_count_per_record", "should be less than or equal to 1000000", "default is 1"),
         ({"append_output": "a"}, "append_output", "must be a list", "write […]"),  # P80
-        ({"append_output": ["Dec03_21-34-40"]}, "append_output", "two timestamps", "docs/configuration.md"),
-        ({"append_output": ["Dec03_21-34-40", "2024-12-03"]}, "append_output", "two timestamps", "docs/configuration.md"),  # P89
-        ({"append_output": ["Dec03_21-34-40", "Xyz03_21-34-41"]}, "append_output", "two timestamps", "docs/configuration.md"),
-        ({"append_output": ["Dec03_21-34-40", "Dec03_21-34-39"]}, "append_output", "begins after it ends", "docs/configuration.md"),
-        ({"append_output": ["Dec31_23-00-00", "Jan01_01-00-00"]}, "append_output", "over New Year", "docs/configuration.md"),
-        ({"append_output": ["Feb30_00-00-00", "Mar01_00-00-00"]}, "append_output", "two timestamps", "docs/configuration.md"),
-        ({"append_output": ["Feb03_00-00-00", "Mar01_24-00-00"]}, "append_output", "two timestamps", "docs/configuration.md"),
-        ({"append_output": ["Feb00_00-00-00", "Mar01_00-00-00"]}, "append_output", "two timestamps", "docs/configuration.md"),
-        ({"append_output": ["Feb²3_00-00-00", "Mar01_00-00-00"]}, "append_output", "two timestamps", "docs/configuration.md"),
-        ({"targets": {"fc": {"input": "tuple[2]:5"}}}, "targets.fc.input", "its 2 tensors are 0 to 1", "docs/configuration.md"),
-        ({"targets": {"fc": {"output": "list[1]:1"}}}, "targets.fc.output", "its 1 tensors are 0 to 0", "docs/configuration.md"),
-        ({"targets": {"fc": {"output": "tuple[0]"}}}, "targets.fc.output", "it has no tensor", "docs/configuration.md"),
+        ({"append_output": ["Dec03_21-34-40"]}, "append_output", "two timestamps", "msmon explain"),
+        ({"append_output": ["Dec03_21-34-40", "2024-12-03"]}, "append_output", "two timestamps", "msmon explain"),  # P89
+        ({"append_output": ["Dec03_21-34-40", "Xyz03_21-34-41"]}, "append_output", "two timestamps", "msmon explain"),
+        ({"append_output": ["Dec03_21-34-40", "Dec03_21-34-39"]}, "append_output", "begins after it ends", "msmon explain"),
+        ({"append_output": ["Dec31_23-00-00", "Jan01_01-00-00"]}, "append_output", "over New Year", "msmon explain"),
+        ({"append_output": ["Feb30_00-00-00", "Mar01_00-00-00"]}, "append_output", "two timestamps", "msmon explain"),
+        ({"append_output": ["Feb03_00-00-00", "Mar01_24-00-00"]}, "append_output", "two timestamps", "msmon explain"),
+        ({"append_output": ["Feb00_00-00-00", "Mar01_00-00-00"]}, "append_output", "two timestamps", "msmon explain"),
+        ({"append_output": ["Feb²3_00-00-00", "Mar01_00-00-00"]}, "append_output", "two timestamps", "msmon explain"),
+        ({"targets": {"fc": {"input": "tuple[2]:5"}}}, "targets.fc.input", "its 2 tensors are 0 to 1", "msmon explain"),
+        ({"targets": {"fc": {"output": "list[1]:1"}}}, "targets.fc.output", "its 1 tensors are 0 to 0", "msmon explain"),
+        ({"targets": {"fc": {"output": "tuple[0]"}}}, "targets.fc.output", "it has no tensor", "msmon explain"),
         ({"alert": {"rules": [{"rule_name": "AnomalyGradient", "args": {"low": 5, "high": 4}}]}}, "alert.rules[0]", "must be below", "alert"),
-        ({"append_output": ["Dec03_21-34-40", 1]}, "append_output[1]", "must be text", "docs/configuration.md"),
+        ({"append_output": ["Dec03_21-34-40", 1]}, "append_output[1]", "must be text", "msmon explain"),
         ({"start_step": -1}, "start_step", "should be greater than or equal to 0", "the default is 0"),  # P81
         ({"start_step": "x"}, "start_step", "must be a whole number", "the default is 0"),
         ({"start_step": True}, "start_step", "must be a whole number", "the default is 0"),
@@ -178,7 +178,7 @@ def test_frozen() -> None:
         ({"l2_targets": "x"}, "l2_targets", "must be an object", "write {…}"),  # P83
         ({"l2_targets": {"linear_hok": []}}, "l2_targets.linear_hok", "unknown key", "did you mean `linear_hook`?"),
         ({"l2_targets": {"linear_hook": "a"}}, "l2_targets.linear_hook", "must be a list", "write […]"),
-        ({"l2_targets": {"linear_hook": [1]}}, "l2_targets.linear_hook[0]", "must be text", "docs/configuration.md"),
+        ({"l2_targets": {"linear_hook": [1]}}, "l2_targets.linear_hook[0]", "must be text", "msmon explain"),
         ({"sa_order": "x"}, "sa_order", "unknown value", "known are: `s,b,h,d`, `b,s,h,d`"),  # P84
         ({"sa_order": None}, "sa_order", "unknown value", "known are: `s,b,h,d`, `b,s,h,d`"),
         ({"format": "json"}, "format", "unknown value", "known are: `csv`, `tensorboard`, `api`"),  # P85

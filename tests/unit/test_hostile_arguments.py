@@ -141,7 +141,7 @@ def test_as_the_user_sees_it(arguments: list[str], code: int, folder: Path) -> N
     assert done.returncode == code
     assert error.startswith("error: ")
     assert rest.startswith("hint: ")
-    assert "docs/messages.md#" in rest
+    assert "more: msmon explain " in rest
 
 
 # Where stdout goes
