@@ -269,3 +269,39 @@ def test_calls_made_together_and_no_trace(runner: Runner) -> None:
     assert len(done.directories()) == 4
     rows = [(row.name, row.step, row["max"]) for row in done.rows("cc")]
     assert rows == [("send_0.input", 0, 1.0), ("recv_0.output", 0, 5.0)] * 4
+
+
+def test_another_model_takes_communication_over(runner: Runner) -> None:
+    """Rows of communication go with the first model; when a fault switches that off, with the next, and none is lost."""
+    script = runner.write(
+        """
+        import os
+        import torch, torch.distributed as dist
+        from msmon.backends.pytorch.watch import Watch
+        dist.init_process_group("gloo", init_method="file://" + os.path.abspath("group"), rank=0, world_size=1)
+        settle = Watch._settle
+        def planted(self):
+            if self.label == "First" and self.rounds.step == 2:
+                raise RuntimeError("planted")
+            settle(self)
+        Watch._settle = planted
+        class First(torch.nn.Linear): pass
+        class Second(torch.nn.Linear): pass
+        models = [First(2, 2), Second(2, 2)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        for step in range(5):
+            for model, optimizer in zip(models, optimizers):
+                optimizer.zero_grad()
+                model(torch.ones(1, 2)).sum().backward()
+                dist.all_reduce(model.weight.grad)
+                optimizer.step()
+        dist.destroy_process_group()
+        """
+    )
+    done = runner.monitored(script, config={"wg_distribution": True, "cc_distribution": {"enable": True}})
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("monitoring of First switched off, training goes on: RuntimeError: planted") == 1
+    reduced = [(row.name.partition(".")[0], row.step) for row in done.rows("grad_reduced")]
+    assert {step for name, step in reduced if name == "Second"} == set(range(5))
+    assert {step for name, step in reduced if name == "First"} <= {0, 1, 2}
+    assert {row.step for row in done.rows("cc")} == set(range(5))

@@ -28,7 +28,7 @@ from msmon.backends.pytorch.watched import Naming
 from msmon.bootstrap import discovery
 from msmon.plan.names import unique_label
 from msmon.runtime.guard import Guard
-from msmon.runtime.references import IdentityTable
+from msmon.runtime.references import IdentitySet, IdentityTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,6 +65,7 @@ class InjectedMonitor:
         self._calls: list[ModuleCalls] = []
         self._names: IdentityTable[Module, dict[int, tuple[str, str]]] = IdentityTable()
         self._labels: list[str] = []
+        self._refused: IdentitySet[Optimizer] = IdentitySet()  # optimizers that it is no use to look at again
         self._guard = Guard("looking for models")
         self._grad_acc_steps = settings.grad_acc_steps
         self._first_step = settings.first_step
@@ -136,6 +137,8 @@ class InjectedMonitor:
             self._watch_waiting(stepping)
 
     def _watch_waiting(self, stepping: Optimizer | None) -> None:
+        if stepping in self._refused:
+            return
         if stepping is not None and not any(waiting.optimizer() is stepping for waiting in self._waiting):
             self._waiting.append(_Waiting(weakref.ref(stepping), []))
         if not self._waiting:
@@ -144,8 +147,12 @@ class InjectedMonitor:
         components = _components(waiting)
         first = not self._labels
         several = not first or sum(bool(component.roots) for component in components) > 1
-        for component in components:
-            self._watch(component, several=several, alone=first and len(components) == 1)
+        for component in components:  # a fault with one costs no other
+            alone = first and len(components) == 1
+            Guard("monitoring of a model").run(self._watch, component, several=several, alone=alone)
+            for optimizer in component.optimizers:
+                if self.session.find(optimizer) is None:
+                    self._refused.add(optimizer)
 
     def _watch(self, component: _Component, *, several: bool, alone: bool) -> None:
         existing = self._existing(component)

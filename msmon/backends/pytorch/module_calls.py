@@ -492,8 +492,14 @@ class ModuleCalls:
 
     def _ends(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ANN401 - whatever a module returns
         del args, kwargs
+        if self._guard.broken:
+            self._thread.calls.clear()  # they hold nodes, and so the graph
+        elif self._thread.calls:
+            self._guard.run(self._ends_under_way, module, output)
+
+    def _ends_under_way(self, module: Module, output: Any) -> None:  # noqa: ANN401 - as above
         under_way = self._thread.calls
-        if not under_way or not any(call.module.reference() is module for call in under_way):
+        if not any(call.module.reference() is module for call in under_way):
             return
         while (call := under_way.pop()).module.reference() is not module:
             pass  # left by something that is no Exception
@@ -504,7 +510,7 @@ class ModuleCalls:
             else:  # torch calls this from its handler
                 for observer, guard in self._observers:
                     guard.run(observer.fails, call)
-        call.edges, call.bases = {}, {}  # they hold nodes, and so the graph
+        call.edges, call.bases = {}, {}  # as above
         if not under_way:
             self._thread.regions.clear()
 

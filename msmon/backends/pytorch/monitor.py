@@ -19,6 +19,7 @@ from msmon.config.load import load_config, parse_config
 from msmon.config.schema import STATISTIC_OPS
 from msmon.errors import ArgumentError
 from msmon.plan.names import unique_label
+from msmon.runtime.guard import Guard
 from msmon.stats.definitions import Statistic
 
 if TYPE_CHECKING:
@@ -109,7 +110,8 @@ class TrainerMon:
         label = unique_label(class_name(innermost(chunks[0])), self._labels)
         self._labels.append(label)
         further = len(self._labels) > 1
-        watch = self._session.watch(
+        watch = Guard(f"monitoring of {label}").run(
+            self._session.watch,
             chunks,
             inner,
             label=label if further else "",
@@ -119,8 +121,11 @@ class TrainerMon:
             grad_acc_steps=given[0],
             main_grad=self._main_grad,
         )
-        watch.inventory.mark_duplicates(
-            lambda parameter: _another_rank_writes(parameter, watch.adapter.place(parameter), dp_group, tp_group)
+        if watch is None:
+            return
+        watch.reports.run(
+            watch.inventory.mark_duplicates,
+            lambda parameter: _another_rank_writes(parameter, watch.adapter.place(parameter), dp_group, tp_group),
         )
         if self._main_grad and not any(hasattr(parameter, "main_grad") for c in chunks for parameter in c.parameters()):
             log.say("params_have_main_grad=True, but no parameter has main_grad: reading .grad", once="main_grad")

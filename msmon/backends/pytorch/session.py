@@ -214,6 +214,7 @@ class Session:
         self.place: Place | None = None
         self._kernel = choose_kernel()
         self.guard = Guard("monitoring")
+        self._output_guard = Guard("writing")
         self._first_step_guard = Guard("learning the number of the first step")
         self.output: _Output | None = None
         self.steps_seen = 0
@@ -250,7 +251,7 @@ class Session:
         self.communication = self._make_communication_tap(config) if self._dynamic is None else None
 
     def _make_communication_tap(self, config: MonitorConfig) -> CommunicationTap | None:
-        """Communication belongs to the process; its rows go with the steps of the first model.
+        """Communication belongs to the process; its rows go with the steps of one model.
 
         The tap is there before any model is watched, since the first step communicates before its backward pass.
         """
@@ -264,7 +265,7 @@ class Session:
     def _follow(self, watch: Watch) -> None:
         """A model of a dynamic run has begun, changed or ended recording; communication goes with the first model."""
         records = not watch.gate.finished
-        if watch in self.watches[:1]:
+        if watch is self._leading:
             if self.communication is not None:
                 self.communication.detach()
             self.communication = self._make_communication_tap(watch.config) if records else None
@@ -275,8 +276,19 @@ class Session:
 
     def _collecting_communication(self) -> bool:
         first = self.config.start_step == 0
-        collecting = self.watches[0].collecting if self.watches else first
+        leading = self._leading
+        collecting = leading.collecting if leading is not None else first and not self.watches
         return collecting and not capturing()
+
+    @property
+    def _leading(self) -> Watch | None:
+        """The model whose steps communication goes with: the first, unless that was switched off."""
+        return next((watch for watch in self.watches if not watch.guard.broken), None)
+
+    def _lend_communication(self) -> None:
+        leading = self._leading
+        if leading is not None:
+            leading.communication = self.communication
 
     # What is watched
 
@@ -338,9 +350,10 @@ class Session:
         self._owners = [owner for owner in self._owners if owner() is not None]
         self._owners += [weakref.ref(owner, self._gone.put) for owner in models or optimizers]
         self.watches.append(watch)
-        if self.communication is not None and not self.watches[0].collecting:
+        leading = self._leading
+        if self.communication is not None and leading is not None and not leading.collecting:
             self.communication.drop()  # until now nobody knew the number of the step under way
-        self.watches[0].communication = self.communication
+        self._lend_communication()
         self._describe_run()
         return watch
 
@@ -379,9 +392,8 @@ class Session:
                 continue
             watch.emit = lambda *table: self._late.append(table)
             watch.cut_short(normally=True)
-            watch.detach()
-        if self.watches:
-            self.watches[0].communication = self.communication
+            _let_go(watch)
+        self._lend_communication()
 
     # What happens (events.Listener)
 
@@ -403,12 +415,12 @@ class Session:
     def backward_ends(self) -> None:
         """See :class:`msmon.backends.pytorch.events.Listener`."""
         for watch in list(self.watches):
-            self.guard.run(watch.backward_ends)
+            watch.backward_ends()
 
     def gradients_zeroed(self, owner: Optimizer | Module) -> None:
         """See :class:`msmon.backends.pytorch.events.Listener`."""
         for watch in list(self.watches):
-            self.guard.run(watch.gradients_zeroed, owner)
+            watch.gradients_zeroed(owner)
 
     def step_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """See :class:`msmon.backends.pytorch.events.Listener`."""
@@ -533,7 +545,7 @@ class Session:
         for other in self.watches:
             other.left_over |= other is not watch
         if watch.modules is not None and watch.rounds.step > before:
-            self._report_modules(watch)
+            watch.reports.run(self._report_modules, watch)
 
     def _report_modules(self, watch: Watch) -> None:
         """After a training step of this model: what is said of its modules once, not step by step."""
@@ -673,7 +685,7 @@ class Session:
 
     def _open_guarded(self) -> None:
         with self._opening_lock:
-            self.guard.run(self._open)
+            self._output_guard.run(self._open)
 
     def _open(self) -> None:
         if self.output is not None or self._unwritable or self.place is None or self.config.format == "api":
@@ -728,7 +740,7 @@ class Session:
 
     def _emit(self, table: StepTable, config: MonitorConfig) -> None:
         self._late.append((table, config))
-        self._submit()
+        self._output_guard.run(self._submit)
 
     def _submit(self) -> None:
         if self._late:
@@ -754,7 +766,7 @@ class Session:
                 watch.described = True
                 if not watch.report:
                     self._models.append(watch.report)  # it stays there when the model is gone
-                watch.report.update(describe_model(watch))
+                watch.report.update(watch.reports.run(describe_model, watch) or {})
             report = run_report(self.config, self.place, self._models, self._injected)
             try:
                 self.output.directory.describe(report)
@@ -765,6 +777,9 @@ class Session:
 
     def _warn(self, config: MonitorConfig) -> None:
         """What in the configuration selects nothing."""
+        Guard("looking for what is not there").run(self._warn_of, config)
+
+    def _warn_of(self, config: MonitorConfig) -> None:
         if config.forward_only and config.backward_only and not self._injected:  # `msmon run` has said it
             log.say("forward_only and backward_only are both on: no activations are recorded", once="forward_only")
         for note in () if self._injected else without_effect(config):
@@ -800,8 +815,8 @@ class Session:
         signalled = self._termination is not None and self._termination.signalled
         self._owners.clear()  # models that die from now on wake no writer thread
         for watch in list(self.watches):
-            self.guard.run(watch.cut_short, normally=not (crashed or signalled))
-        self._submit()
+            watch.cut_short(normally=not (crashed or signalled))
+        self._output_guard.run(self._submit)
         # A thread inside torch when the interpreter ends would abort the process.
         if self.output is not None:
             self.output.end()
@@ -811,7 +826,7 @@ class Session:
             self._dynamic.stop()
         if self._injected and self.place is not None:
             self.guard.run(unreached.leave_mark, marks_path(os.environ), unreached.TRAINED)
-        self.guard.run(self._summarize)
+        Guard("summary").run(self._summarize)
 
     def _summarize(self) -> None:
         if self.place is None or self.place.rank != 0 or self.output is None or self._summarized:
@@ -849,13 +864,13 @@ class Session:
     def close(self) -> None:
         """Write the step under way as far as it came, and take everything back: hooks, patches, handlers, the thread."""
         for watch in list(self.watches):
-            self.guard.run(watch.cut_short)
-        self._submit()
+            watch.cut_short()
+        self._output_guard.run(self._submit)
         self._leave()
 
     def _leave(self) -> None:
         for watch in self.watches:
-            watch.detach()
+            _let_go(watch)
         self.watches.clear()
         if self.communication is not None:
             self.communication.detach()
@@ -889,6 +904,11 @@ class Session:
         self._summarized = False
         for watch in self.watches:
             watch.start_anew()
+
+
+def _let_go(watch: Watch) -> None:
+    """Take the hooks of a model out: if that fails, those of the others are taken out all the same."""
+    Guard("removal of hooks").run(watch.detach)
 
 
 def _nothing() -> None:

@@ -33,13 +33,15 @@ from msmon.plan.gate import StepGate
 from msmon.plan.rounds import Rounds
 from msmon.plan.selection import Selection
 from msmon.runtime.guard import Guard
+from msmon.runtime.interruption import from_signal_handler
 from msmon.runtime.ledger import Ledger
 from msmon.sinks import tensorboard
 from msmon.stats.definitions import Statistic
 
 P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
-TapT = TypeVar("TapT", WeightTap, GradientTap, OptimizerStateTap, DirectionTap, UpdateTap, CommunicationTap)
+TapT = TypeVar("TapT", WeightTap, GradientTap, OptimizerStateTap, DirectionTap, UpdateTap, CommunicationTap, ModuleTaps)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -80,15 +82,31 @@ class _OptimizerInUse:
     state_was_loaded: bool | None = None
 
 
-def _one_thread(method: Callable[Concatenate[Watch, P], T]) -> Callable[Concatenate[Watch, P], T]:
-    """A method that one thread at a time is in: several may train one model."""
+def _entry(method: Callable[Concatenate[Watch, P], T]) -> Callable[Concatenate[Watch, P], T | None]:
+    """A method by which others enter: one thread at a time is in, and a fault costs this model's rows and no others.
+
+    Several threads may train one model. Of a model that was switched off nothing is called any more.
+    """
 
     @functools.wraps(method)
-    def alone(self: Watch, *args: P.args, **kwargs: P.kwargs) -> T:
+    def entered(self: Watch, *args: P.args, **kwargs: P.kwargs) -> T | None:
+        if self.guard.broken:
+            return None
         with self.lock:
-            return method(self, *args, **kwargs)
+            if self._entered:  # from another entry, which sees what happens
+                return method(self, *args, **kwargs)
+            self._entered = True
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:
+                if from_signal_handler(error):
+                    raise
+                self._switch_off(error)
+                return None
+            finally:
+                self._entered = False
 
-    return alone  # type: ignore[return-value]  # mypy calls the first argument positional only
+    return entered  # type: ignore[return-value]  # mypy calls the first argument positional only
 
 
 @dataclass
@@ -147,6 +165,11 @@ class Watch:
         self.adapter = adapter
         self.label = label
         self.lock = threading.RLock()  # a signal handler may come back in
+        self._entered = False
+        self.guard = Guard(self._name("monitoring"))
+        self.reports = Guard(self._name("reports"))
+        taps = (WeightTap, OptimizerStateTap, GradientTap, ModuleTaps, DirectionTap, UpdateTap, CommunicationTap)
+        self.guards = {tap.part: Guard(self._name(tap.part)) for tap in taps}
         self._stepping_thread = 0
         self._reached: set[int] = set()
         self.unreached: dict[int, str] = {}
@@ -188,6 +211,10 @@ class Watch:
         self.communication: CommunicationTap | None = None  # the process has one; its session lends it to one watch
         self._make_taps()
 
+    def _name(self, part: str) -> str:
+        """A part of msmon in a message: of which model, where there are several."""
+        return f"{part} of {self.label}" if self.label else part
+
     def _make_taps(self) -> None:
         config, adapter = self.config, self.adapter
         self.weights = WeightTap(self._reduction, adapter) if config.param_distribution else None
@@ -198,9 +225,6 @@ class Watch:
         self.updates = (
             UpdateTap(self._reduction, adapter, histograms=tensorboard.installed()) if config.ur_distribution else None
         )
-        taps = (self.weights, self.state, self.gradients, self.directions, self.updates)
-        self.guards = {tap.part: Guard(tap.part) for tap in taps if tap}
-        self.guards[CommunicationTap.part] = Guard(CommunicationTap.part)
 
     def _make_gradient_tap(self) -> GradientTap:
         return GradientTap(
@@ -212,10 +236,11 @@ class Watch:
         )
 
     def _make_module_taps(self) -> ModuleTaps:
+        guard = self.guards[ModuleTaps.part]
         return ModuleTaps(
             self.config,
             self._reduction,
-            listening=lambda: self.listening and not self._inside_step,
+            listening=lambda: self.listening and not self._inside_step and not guard.broken,
             micro_step=lambda: self._micro_batch(self._open_passes),
             pass_reached=self._pass_reached,
             trains=lambda: any(watched.parameter.requires_grad for watched in self.inventory.by_id.values()),
@@ -223,6 +248,7 @@ class Watch:
 
     # What is watched
 
+    @_entry
     def add_root(
         self,
         root: Module,
@@ -242,8 +268,11 @@ class Watch:
         self.roots.append(weakref.ref(root))
         self._namings.append(naming)
         self.inventory.take(root, self.adapter, naming, self._selection, earlier)
-        if self.modules is not None and not self.gate.finished:
-            self.ledger.keep(self.modules.add_root(root, naming, calls))
+        self._add_modules(root, naming, calls)
+
+    def _add_modules(self, root: Module, naming: Naming, calls: ModuleCalls | None = None) -> None:
+        if not self.gate.finished:
+            self._tap(self.modules, lambda tap: self.ledger.keep(tap.add_root(root, naming, calls)))
 
     @property
     def module_names(self) -> list[str]:
@@ -252,7 +281,7 @@ class Watch:
         every = (named_modules(root, naming) for reference, naming in found if (root := reference()) is not None)
         return list(dict.fromkeys(form for modules in every for watched in modules for form in watched.names))
 
-    @_one_thread
+    @_entry
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Its steps are training steps of this model."""
         for number in [number for number, entry in self._optimizers.items() if entry.reference() is None]:
@@ -276,6 +305,10 @@ class Watch:
 
     def wrapped_by(self, optimizer: Optimizer) -> list[Optimizer]:
         """What an optimizer about to step may wrap: others of its parameters that never step but inside its step."""
+        return self._find_wrapped(optimizer) or []
+
+    @_entry
+    def _find_wrapped(self, optimizer: Optimizer) -> list[Optimizer]:
         starts = self._unstepped.pop(id(optimizer), None)
         if starts is not None and starts.state_was_loaded is None:
             self.described = False
@@ -316,8 +349,8 @@ class Watch:
             entry.unhooked = entry.parameters
         if entry.unhooked and self.gradients is not None and not self.gate.finished:
             guard = self.guards[GradientTap.part]
-            self.gradients.observe(self.inventory, self.ledger, guard)
-            self.gradients.hook(entry.unhooked, self.ledger, guard)
+            self._tap(self.gradients, lambda tap: tap.observe(self.inventory, self.ledger, guard))
+            self._tap(self.gradients, lambda tap: tap.hook(entry.unhooked, self.ledger, guard))
             entry.unhooked = [watched for watched in entry.unhooked if not watched.parameter.requires_grad]
         return entry
 
@@ -333,8 +366,7 @@ class Watch:
         self._let_go({*now.by_id, *map(id, held)})
         changed = self.inventory.rename(now)
         if changed:
-            if self.modules is not None:
-                self.modules.look_again()
+            self._tap(self.modules, ModuleTaps.look_again)
             self.renamed.append({"step": self.rounds.step, "names": changed})
             before, after = next(iter(changed.items()))
             count = f"{len(changed)} parameters have other names from step {self.rounds.step} on"
@@ -345,22 +377,21 @@ class Watch:
         gone = self.inventory.keep_only(in_use)
         for handle in [watched.handle for watched in gone if watched.handle is not None]:
             self.ledger.release(handle)
-        if self.gradients is not None and gone:
-            self.gradients.forget({id(watched.parameter) for watched in gone}, forever=True)
+        if gone:
+            dead = {id(watched.parameter) for watched in gone}
+            self._tap(self.gradients, lambda tap: tap.forget(dead, forever=True))
 
     def _take_new(self, parameters: Sequence[Tensor]) -> None:
         self._look_at_names(parameters)
         self.inventory.take_bare(parameters, _BARE_NAMES, self._selection)
-        if self.modules is not None:
-            self.modules.look_again()
+        self._tap(self.modules, ModuleTaps.look_again)
 
     # What happens
 
-    @_one_thread
+    @_entry
     def backward_begins(self) -> None:
         """New parameters are hooked; rows of gradients that were thrown away are forgotten."""
-        if self.modules is not None:
-            self.modules.backward_begins()
+        self._tap(self.modules, ModuleTaps.backward_begins)
         if not (self._inside_step or self._step_under_way):  # else it is a closure's
             self._part_with_ended()
             if self.rounds.backward_begins():
@@ -370,33 +401,30 @@ class Watch:
         for optimizer in self.optimizers:
             self._refresh(optimizer)
         self._hook_unheld()
-        if (
-            self.gradients is not None
-            and self._open_passes
-            and self.gradients.forget_discarded(self.inventory.by_id.values())
+        if self._open_passes and self._tap(
+            self.gradients, lambda tap: tap.forget_discarded(self.inventory.by_id.values())
         ):
             self._forget_passes()
 
     def _hook_unheld(self) -> None:
         """Gradients of parameters that no optimizer holds are seen as well."""
         if self.gradients is not None and self._optimizers and not self.gate.finished:
-            self.gradients.hook(self._find_held_by_none().values(), self.ledger, self.guards[GradientTap.part])
+            unheld, guard = self._find_held_by_none().values(), self.guards[GradientTap.part]
+            self._tap(self.gradients, lambda tap: tap.hook(unheld, self.ledger, guard))
 
-    @_one_thread
+    @_entry
     def backward_ends(self) -> None:
         """A backward pass has ended: no further gradient of it will come."""
         if self.listening and not self._inside_step:
             self._tap(self.gradients, GradientTap.pass_ends)
-        if self.modules is not None:
-            self.modules.backward_ends()
+        self._tap(self.modules, ModuleTaps.backward_ends)
 
     def _forget_passes(self) -> None:
         """The gradients of the backward passes so far were thrown away: they belong to no step."""
         self._open_passes = 0
-        if self.modules is not None:
-            self.modules.gradients_discarded()
+        self._tap(self.modules, ModuleTaps.gradients_discarded)
 
-    @_one_thread
+    @_entry
     def gradients_zeroed(self, owner: Optimizer | Module) -> None:
         """Gradients of an optimizer or a module were zeroed: what backward passes left of them belongs to no step."""
         if self._inside_step or not self._open_passes:
@@ -410,7 +438,7 @@ class Watch:
         if self.gradients is None:
             discarded = not zeroed.isdisjoint(self.inventory.by_id)
         else:
-            discarded = self.gradients.forget(zeroed)
+            discarded = bool(self._tap(self.gradients, lambda tap: tap.forget(zeroed)))
         if discarded:
             self._forget_passes()
 
@@ -425,8 +453,7 @@ class Watch:
             self._backward = current
             self.left_over = False
             self._open_passes += 1
-            if self.modules is not None:
-                self.modules.pass_begins()
+            self._tap(self.modules, ModuleTaps.pass_begins)
         return self._micro_batch(self._open_passes - 1)
 
     def _micro_batch(self, passes: int) -> int:
@@ -436,7 +463,7 @@ class Watch:
             return in_pipeline
         return max(passes, 0) if self._grad_acc_steps is None else min(max(passes, 0), self._grad_acc_steps - 1)
 
-    @_one_thread
+    @_entry
     def step_begins(self, optimizer: Optimizer, inner: Sequence[Optimizer], *, backward_done: bool) -> None:
         """An optimizer is about to step: weights and state as they are before it.
 
@@ -487,12 +514,13 @@ class Watch:
             self.unreached[id(optimizer)] = f"no gradient has reached any of the {count} parameters that {name} trains"
             log.say(f"{self.unreached[id(optimizer)]}; was the model copied or replaced after its optimizer was made?")
 
+    @_entry
     def note(self, name: str, value: Tensor) -> None:
         """Add a number about the step itself to one that is collected."""
         if self.collecting:
             self._recorder.note(name, value)
 
-    @_one_thread
+    @_entry
     def take_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
         """Gradients are what the optimizer will use: read them, and close the rows of the backward passes.
 
@@ -519,7 +547,7 @@ class Watch:
         if scale is not None:
             self._recorder.note("grad_scale", scale)
 
-    @_one_thread
+    @_entry
     def step_ends(self, optimizer: Optimizer, *, skipped: bool = False) -> None:
         """An optimizer has stepped, or a ``GradScaler`` has skipped its step."""
         if self.collecting:
@@ -548,19 +576,15 @@ class Watch:
             self._step_under_way = False
 
     def _move_modules(self) -> None:
-        if self.modules is not None:
-            self.modules.move(self._recorder)
+        self._tap(self.modules, lambda tap: tap.move(self._recorder))
 
     def _settle(self) -> None:
         """Backward passes up to here belong to this training step; those from here on may belong to the next."""
         self._settled_passes += self._open_passes
         self._open_passes = 0
-        if self.communication is not None:
-            self.communication.settle()
-        if self.modules is not None:
-            self.modules.settle()
-        if self.gradients is not None:
-            self.gradients.settle()
+        self._tap(self.communication, CommunicationTap.settle)
+        self._tap(self.modules, ModuleTaps.settle)
+        self._tap(self.gradients, GradientTap.settle)
 
     def _join_ended(self) -> None:
         """This step belongs to the training step that has ended: no backward pass has begun since."""
@@ -600,8 +624,7 @@ class Watch:
         """Nothing more can belong to the training step that has ended: what it has left to nobody goes."""
         ended, self._ended = self._ended, None
         if ended is not None:
-            if self.gradients is not None:
-                self.gradients.forget_settled()
+            self._tap(self.gradients, GradientTap.forget_settled)
             unheld, self._unheld = self._unheld, StepRecorder()
             self._held_by_none.clear()
             self._supplement(ended, unheld)
@@ -654,8 +677,7 @@ class Watch:
         if self.collecting:
             self.gate.count()
         self._settled_passes = 0
-        if self.modules is not None:
-            self.modules.step_is_over(repeated=repeated)
+        self._tap(self.modules, lambda tap: tap.step_is_over(repeated=repeated))
         if self._hooks_change() or self.config is not self._next_config:
             self._follow_config()
         self.collecting = self.listening = self.gate.wants(self.rounds.step)
@@ -671,11 +693,11 @@ class Watch:
             self.finished()
         return decision.changed
 
+    @_entry
     def reconfigure(self, config: MonitorConfig) -> None:
         """Compute other statistics from the next training step on, or at once when this one has no row yet."""
         self._next_config = config
-        taps = self.gradients, self.modules, self.communication
-        if not len(self._recorder) and all(tap is None or tap.idle for tap in taps):
+        if not len(self._recorder) and not any(map(self._has_rows, (self.gradients, self.modules, self.communication))):
             self._follow_config()
             self._recorder = StepRecorder()
 
@@ -696,13 +718,12 @@ class Watch:
             root = reference()
             if root is not None:
                 self.inventory.take(root, self.adapter, naming, self._selection)
-                if self.modules is not None and not self.gate.finished:
-                    self.ledger.keep(self.modules.add_root(root, naming))
+                self._add_modules(root, naming)
         self.inventory.take_over(before, self._selection)
         for entry in self._optimizers.values():
             entry.layout = []
 
-    @_one_thread
+    @_entry
     def abandon(self) -> None:
         """``optimizer.step`` was left by an exception, and training goes on: the step stays as far as it came."""
         if self._inside_step or self._step_under_way:
@@ -713,7 +734,7 @@ class Watch:
             else:
                 self.close_round(complete=False)
 
-    @_one_thread
+    @_entry
     def cut_short(self, *, normally: bool = False) -> None:
         """The process ends: what the step under way has left so far is its table.
 
@@ -732,20 +753,19 @@ class Watch:
             return  # an evaluation after the last step, or what a backward pass for another model has left
         self._move_modules()
         self._tap(self.gradients, lambda tap: tap.move_unreduced(self._recorder))
-        if len(self._recorder) or (self.communication is not None and not self.communication.idle):
+        if len(self._recorder) or self._has_rows(self.communication):
             self._settle()
             self.close_round(complete=False)
 
     def current_gradients(self) -> tuple[list[tuple[Row, Tensor]], list[tuple[Row, Tensor]]]:
         """Reduced and unreduced gradients as they are now."""
-        if self.gradients is None:
-            return [], []
-        return self.gradients.current(self.inventory.selected())
+        return self._tap(self.gradients, lambda tap: tap.current(self.inventory.selected())) or ([], [])
 
     def current_activations(self) -> tuple[list[tuple[Row, Tensor]], list[tuple[Row, Tensor]]]:
         """Activations and their gradients, read since the last step."""
-        return ([], []) if self.modules is None else self.modules.current()
+        return self._tap(self.modules, ModuleTaps.current) or ([], [])
 
+    @_entry
     def add_tensor(self, kind: str, name: str, tensor: Tensor, statistics: Sequence[Statistic]) -> None:
         """Add a row about any tensor to the step under way, when that is collected."""
         if self.listening:
@@ -756,6 +776,7 @@ class Watch:
             if numbers is not None:
                 self._recorder.add([row], [numbers])
 
+    @_entry
     def start_anew(self) -> None:
         """After a fork: what the parent collected so far is the parent's."""
         self.lock = threading.RLock()
@@ -763,12 +784,9 @@ class Watch:
         self._ended = self._joining = None
         self._held_by_none.clear()
         self.report = {}
-        if self.gradients is not None:
-            self.gradients.forget()
-        if self.modules is not None:
-            self.modules.forget()
-        if self.communication is not None:
-            self.communication.forget()
+        self._tap(self.gradients, lambda tap: tap.forget())
+        self._tap(self.modules, ModuleTaps.forget)
+        self._tap(self.communication, CommunicationTap.forget)
 
     def _weights_of(self, entry: _OptimizerInUse) -> list[WatchedParameter]:
         """The weights read at a step: those of its optimizer, and with the first of a round those of no optimizer."""
@@ -791,9 +809,18 @@ class Watch:
             if key not in held and watched.selected and watched.parameter.requires_grad
         }
 
-    def _tap(self, tap: TapT | None, call: Callable[[TapT], None]) -> None:
-        if tap is not None:
-            self.guards[tap.part].run(call, tap)
+    def _tap(self, tap: TapT | None, call: Callable[[TapT], R]) -> R | None:
+        """Use a tap, if there is one: a fault in it costs its rows and no others."""
+        return None if tap is None else self.guards[tap.part].run(call, tap)
+
+    def _has_rows(self, tap: GradientTap | ModuleTaps | CommunicationTap | None) -> bool:
+        return tap is not None and bool(self.guards[tap.part].run(lambda: not tap.idle))
+
+    def _switch_off(self, error: Exception) -> None:
+        """A fault in what holds the taps together: nothing of this model is recorded any more."""
+        self.collecting = self.listening = False
+        self.guard.fail(error)
+        Guard(self._name("removal of hooks")).run(self.ledger.undo)
 
     def detach(self) -> None:
         """Take every hook out, and let go of the parameters."""

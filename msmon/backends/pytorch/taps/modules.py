@@ -51,6 +51,8 @@ class ModuleTaps:
         trains: Whether any parameter of the model needs a gradient now.
     """
 
+    part = "looking at modules"
+
     def __init__(
         self,
         config: MonitorConfig,
