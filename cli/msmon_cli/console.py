@@ -77,9 +77,9 @@ def show_line(text: str) -> None:
 def show_page(text: str) -> None:
     """Markdown: laid out on a terminal, as it is written anywhere else."""
     if _out.is_terminal:
-        from rich.markdown import Markdown  # of this command only, and slow to import
+        from msmon_cli.markdown import Page
 
-        Console(highlight=False).print(Markdown(text))
+        Console(highlight=False).print(Page(text))
     else:
         _out.print(text, markup=False, end="")
 

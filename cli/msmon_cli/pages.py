@@ -25,6 +25,7 @@ _SHORTEST = 6
 
 _HEADING = re.compile(r"(#+) (.+)")
 _CODE = re.compile(r"`([^`]+)`")
+_BAR = re.compile(r"(?<!\\)\|")
 _BOLD = re.compile(r"\*\*(.+?)\*\*")
 _COMMENT = re.compile(r"<!--.*?-->\n*", re.DOTALL)
 _LINK = re.compile(r"\[([^\]]+)\]\((?:(\w+)\.md)?(?:#([\w-]+))?\)")
@@ -104,17 +105,25 @@ def _sections_of(page: str, level: int) -> Iterator[tuple[str, str]]:
 def _remarks() -> dict[str, list[str]]:
     """Rows of tables by what stands as code in their first cell, paragraphs by what they begin with in bold."""
     found: dict[str, list[str]] = {}
-    for page in _pages().values():
+    for name, page in _pages().items():
         for block in page.split("\n\n"):
             lines = block.splitlines()
             if len(lines) > 2 and lines[1].startswith("|--"):  # noqa: PLR2004 - a head, a rule, and rows
                 for row in [line for line in lines[2:] if line.startswith("|")]:
-                    for word in _CODE.findall(row.split("|")[1]):
-                        found.setdefault(word, []).append("\n".join([*lines[:2], row]))
+                    text = f"{_as_list(lines[0], row)}\n\nMore: `msmon explain {name}`"
+                    for word in _CODE.findall(_BAR.split(row)[1]):
+                        found.setdefault(word, []).append(text)
             elif bold := _BOLD.match(block):
                 for word in re.findall(r"[\w.:-]+", bold[1]):
                     found.setdefault(word.rstrip(".:"), []).append(block)
     return found
+
+
+def _as_list(head: str, row: str) -> str:
+    """A row of a table by itself: a line a cell, whatever the width of the terminal."""
+    names, cells = ([cell.strip().replace("\\|", "|") for cell in _BAR.split(line)[1:-1]] for line in (head, row))
+    lines = [f"- {name}: {cell}" for name, cell in zip(names[1:], cells[1:], strict=True) if cell]
+    return "\n".join([f"**{names[0]}** {cells[0]}".replace("****", "").strip(), "", *lines])
 
 
 def _about_line(line: str) -> list[str]:

@@ -106,7 +106,7 @@ class CommunicationConfig(_Frozen):
 
 
 class RuleArguments(_Frozen):
-    """Arguments of an alert rule; which of them a rule takes, and their defaults, is in ``docs/alerts.md``."""
+    """Arguments of an alert rule; which of them a rule takes, and their defaults, `msmon explain alerts` says."""
 
     threshold: Number | None = Field(default=None, ge=0)
     factor: Number | None = Field(default=None, gt=1)
@@ -176,7 +176,7 @@ class L2Targets(_Frozen):
 
 
 class MonitorConfig(_Frozen):
-    """Everything a run is asked to record. Every field's description is the text of ``docs/configuration.md``."""
+    """Everything a run is asked to record. `msmon explain configuration` has it in words."""
 
     targets: dict[str, Target] = Field(
         default_factory=dict,
@@ -219,11 +219,11 @@ class MonitorConfig(_Frozen):
     )
     cc_distribution: CommunicationConfig = Field(
         CommunicationConfig(),
-        description="What this rank sends and receives through torch.distributed: see [output.md](output.md#communication).",
+        description="What this rank sends and receives through torch.distributed: see `msmon explain communication`.",
     )
     stack_info: StrictBool = Field(default=False, description="Call stack of every module at the first monitored step.")
     recording_l2_features: StrictBool = Field(
-        default=False, description="High-order features of the modules in `l2_targets`; see statistics.md."
+        default=False, description="High-order features of the modules in `l2_targets`; see `msmon explain statistics`."
     )
     l2_targets: L2Targets = Field(
         L2Targets(),

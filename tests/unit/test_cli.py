@@ -452,7 +452,7 @@ def test_bash_completes(words: list[str], expected: set[str]) -> None:
     script = f"""
 source {shlex.quote(str(COMPLETIONS / "msmon.bash"))}
 eval "set -- $(complete -p msmon)"
-while [[ $1 != -F ]]; do shift; done
+while [[ $# -gt 0 && $1 != -F ]]; do shift; done
 COMP_WORDS=("${{WORDS[@]}}"); COMP_CWORD={len(words) - 1}
 $2 msmon
 printf '%s\\n' "${{COMPREPLY[@]}}"
