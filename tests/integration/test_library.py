@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import signal
 import sys
 import threading
@@ -20,6 +21,7 @@ from msmon.errors import ArgumentError, ConfigError, MsmonError
 from msmon.offline.reader import read_kind, read_steps, run_directories
 from msmon.pytorch import TrainerMon
 from msmon.runtime.frames import MSMON
+from msmon.runtime.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from conftest import Runner
@@ -476,6 +478,63 @@ def test_first_steps_of_two_threads_at_once(room: Room, monkeypatch: pytest.Monk
     for thread in threads:
         thread.join()
     assert sorted(line["step"] for line in steps_of(room)) == ["0", "0"]
+
+
+def test_documents_are_not_written_by_the_thread_that_trains(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that hangs keeps no training: run.json, whenever it changes, and stacks are written by other threads."""
+    threads = []
+
+    def noted(write: Any) -> Any:
+        def note(*args: Any) -> None:
+            threads.append(threading.current_thread().name)
+            write(*args)
+
+        return note
+
+    for name in ("describe", "add"):
+        monkeypatch.setattr(RunDirectory, name, noted(getattr(RunDirectory, name)))
+    model, optimizer = model_and_optimizer()
+    monitor = room.monitor(xy_distribution=True, all_xy=True, stack_info=True, mv_distribution=True)
+    monitor.set_monitor(model, 1, optimizer)
+    train(model, optimizer)
+    later = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor.set_monitor(model, 1, later)
+    train(model, later, 2)
+    written = list(threads)
+    assert "msmon-opening" in written
+    assert set(written) <= {"msmon-opening", "msmon-writer"}
+    (directory,) = (room.rows("grad_reduced"), run_directories(room.folder / "out"))[1]
+    assert json.loads((directory / "run.json").read_text())["models"][0]["optimizers"] == ["Adam", "SGD"]
+    assert (directory / "stack_info.csv").exists()
+
+
+def test_the_end_does_not_wait_for_a_thread_that_hangs(
+    room: Room, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A thread that hangs inside a step (in a kernel of a device, say) keeps no process from ending."""
+    monkeypatch.setattr(session, "LOCK_LIMIT", 0.1)
+    model, optimizer = model_and_optimizer()
+    monitor = room.monitor()
+    monitor.set_monitor(model, 1, optimizer)
+    train(model, optimizer)
+    (watch,) = monitor._session.watches
+    inside, over = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        with watch.lock:
+            inside.set()
+            over.wait(900)
+
+    hanging = threading.Thread(target=hang)
+    hanging.start()
+    inside.wait(900)
+    monitor._session.finish()
+    over.set()
+    hanging.join()
+    said = capfd.readouterr().err
+    assert "the step under way is not recorded: the thread that trains does not come back" in said
+    assert "2 training steps seen, 2 collected" in said
+    assert {row.step for row in room.rows("grad_reduced")} == {0, 1}
 
 
 class Interruption:

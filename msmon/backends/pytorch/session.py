@@ -17,6 +17,7 @@ import shlex
 import sys
 import threading
 import weakref
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,6 +79,9 @@ if TYPE_CHECKING:
     from msmon.runtime.process import Place
     from msmon.runtime.run_directory import RunDirectory
     from msmon.sinks.base import Sink
+
+LOCK_LIMIT = 5.0
+"""Seconds that the end of the process waits for a thread that is inside msmon."""
 
 _numbers = itertools.count()
 _sessions: IdentitySet[Session] = IdentitySet()
@@ -221,6 +225,8 @@ class Session:
         self.steps_collected = 0
         self.steps_cut_short = 0
         self._models: list[dict[str, Any]] = []
+        self._report: dict[str, Any] | None = None  # what run.json shall say, until it does
+        self._unwritten: deque[tuple[Path, str, RunDirectory | None]] = deque()  # other documents, likewise
         self._late: list[tuple[StepTable, MonitorConfig]] = []
         self._unmatched: list[str] = []
         self._opening: threading.Thread | None = None
@@ -554,7 +560,9 @@ class Session:
         watch.modules.say_what_is_compiled()
         if watch.modules.stacks is not None and self.output is not None and watch.gate.collected == 1:
             found = [other.modules.stacks for other in self.watches if other.modules and other.modules.stacks]
-            self._write_document(self.output.directory.path / stacks.FILE, stacks.content(found), self.output.directory)
+            directory = self.output.directory
+            self._unwritten.append((directory.path / stacks.FILE, stacks.content(found), directory))
+            self._gone.put(self)
         if self.config.print_struct and self.place is not None:
             stepped = [other for other in self.watches if other.rounds.step > other.first_step.value]
             if len(stepped) == len(self.watches) or watch.rounds.step > watch.first_step.value + 1:
@@ -562,12 +570,12 @@ class Session:
                     key: value for other in stepped if other.modules for key, value in other.modules.describe().items()
                 }
                 path = self._output_root / "module_struct" / f"rank{self.place.rank}" / "module_struct.json"
-                self._write_document(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+                self._unwritten.append((path, json.dumps(document, indent=2, ensure_ascii=False) + "\n", None))
                 log.say(f"the structure of the model is in {path}; stopping after the first step, as print_struct asks")
                 self._stopping = True
 
     @staticmethod
-    def _write_document(path: Path, text: str, directory: RunDirectory | None = None) -> None:
+    def _write_document(path: Path, text: str, directory: RunDirectory | None) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if directory is None:
@@ -702,11 +710,10 @@ class Session:
             log.say(f"{error}: nothing is recorded, training goes on")
             return
         make_alerts = functools.partial(self._make_alerts, directory.path, identity)
-        make_writer = functools.partial(
-            Writer, wake=self._gone, otherwise=functools.partial(self.guard.run, self._drop_dead)
-        )
+        make_writer = functools.partial(Writer, wake=self._gone, otherwise=self._clear_up)
         self.output = _Output.into(directory, self.place.rank, self.config, make_alerts, make_writer)
         self._describe_run()
+        self._write_documents()  # before the first row
 
     def _make_alerts(self, directory: Path, run: str, config: MonitorConfig) -> Alerts | None:
         """What judges the steps, ``None`` without rules."""
@@ -756,9 +763,17 @@ class Session:
                 self.steps_cut_short += not table.complete
                 self.output.submit(table, config)
 
+    def _clear_up(self) -> None:
+        """On the writer thread: what is to be done when it is awake anyway."""
+        self.guard.run(self._drop_dead)
+        self._output_guard.run(self._write_documents)
+
     def _describe_run(self) -> None:
+        """Have ``run.json`` written: by the writer thread, since a disk that hangs must not keep the training."""
         with self._lock:
             self._describe()
+        if self._report is not None:
+            self._gone.put(self)
 
     def _describe(self) -> None:
         if self.output is not None and self.place is not None:
@@ -767,7 +782,13 @@ class Session:
                 if not watch.report:
                     self._models.append(watch.report)  # it stays there when the model is gone
                 watch.report.update(watch.reports.run(describe_model, watch) or {})
-            report = run_report(self.config, self.place, self._models, self._injected)
+            self._report = run_report(self.config, self.place, self._models, self._injected)
+
+    def _write_documents(self) -> None:
+        while self._unwritten:
+            self._write_document(*self._unwritten.popleft())
+        report, self._report = self._report, None
+        if report is not None and self.output is not None:
             try:
                 self.output.directory.describe(report)
             except OSError as error:
@@ -815,11 +836,12 @@ class Session:
         signalled = self._termination is not None and self._termination.signalled
         self._owners.clear()  # models that die from now on wake no writer thread
         for watch in list(self.watches):
-            watch.cut_short(normally=not (crashed or signalled))
+            self._cut_short(watch, normally=not (crashed or signalled))
         self._output_guard.run(self._submit)
         # A thread inside torch when the interpreter ends would abort the process.
         if self.output is not None:
             self.output.end()
+        self._output_guard.run(self._write_documents)
         if self._common_stop is not None:
             self._common_stop.close()
         if self._dynamic is not None:
@@ -827,6 +849,16 @@ class Session:
         if self._injected and self.place is not None:
             self.guard.run(unreached.leave_mark, marks_path(os.environ), unreached.TRAINED)
         Guard("summary").run(self._summarize)
+
+    @staticmethod
+    def _cut_short(watch: Watch, *, normally: bool) -> None:
+        if watch.lock.acquire(timeout=LOCK_LIMIT):
+            try:
+                watch.cut_short(normally=normally)
+            finally:
+                watch.lock.release()
+        else:
+            log.say("the step under way is not recorded: the thread that trains does not come back from it")
 
     def _summarize(self) -> None:
         if self.place is None or self.place.rank != 0 or self.output is None or self._summarized:
@@ -869,6 +901,7 @@ class Session:
         self._leave()
 
     def _leave(self) -> None:
+        self._summarized = True  # who closes it wants no summary at the end of the process
         for watch in self.watches:
             _let_go(watch)
         self.watches.clear()
@@ -879,6 +912,9 @@ class Session:
             self._dynamic.stop()
         if self._termination is not None:
             self._termination.undo()
+        if self.output is not None:
+            self.output.end()
+        self._output_guard.run(self._write_documents)
         if self.output is not None:
             self.output.close()
         if self._common_stop is not None:
@@ -900,6 +936,8 @@ class Session:
         self._under_way.clear()
         self._models.clear()
         self._late.clear()
+        self._unwritten.clear()
+        self._report = None
         self.steps_seen = self.steps_collected = self.steps_cut_short = 0
         self._summarized = False
         for watch in self.watches:
