@@ -112,7 +112,8 @@ def test_two_processes_of_a_launcher(launcher: str, runner: Runner) -> None:
             *("--main_process_port", free_port()),
         ],
         "deepspeed": lambda: [
-            *(installed("deepspeed"), "--num_gpus", "2", "--no_local_rank", "--master_port", free_port()),
+            *(sys.executable, installed("deepspeed"), "--num_gpus", "2", "--no_local_rank"),
+            *("--master_port", free_port()),
         ],
         "mpirun": lambda: [installed("mpirun"), "-n", "2", sys.executable],
     }[launcher]()
