@@ -42,7 +42,9 @@ _NOT_REACHED = (
     "Did it train in a container or on another host, with python -I, -E or -S, "
     "or through a script that sets or clears PYTHONPATH?"
 )
-_NOT_TRAINED = "no training step was seen in any process of the command (MSMON_DEBUG=1 shows what each process decided)"
+_NOT_TRAINED = (
+    "no training step was seen in any process by the end of the command (MSMON_DEBUG=1 shows what each process decided)"
+)
 
 
 def leave_mark(marks: str, mark: int) -> None:

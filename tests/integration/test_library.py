@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import signal
 import sys
 import threading
@@ -535,6 +536,40 @@ def test_the_end_does_not_wait_for_a_thread_that_hangs(
     assert "the step under way is not recorded: the thread that trains does not come back" in said
     assert "2 training steps seen, 2 collected" in said
     assert {row.step for row in room.rows("grad_reduced")} == {0, 1}
+
+
+def test_a_child_forked_while_a_thread_is_inside(room: Room) -> None:
+    """The child has none of the parent's threads: it waits for none of them."""
+    model, optimizer = model_and_optimizer()
+    monitor = room.monitor()
+    monitor.set_monitor(model, 1, optimizer)
+    (watch,) = monitor._session.watches
+    inside, over = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        with watch.lock:
+            watch._entered = True
+            inside.set()
+            over.wait(900)
+            watch._entered = False
+
+    staying = threading.Thread(target=stay)
+    staying.start()
+    inside.wait(900)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if watch.lock.acquire(timeout=1) and not watch._entered else 1)
+    for _ in range(6000):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            break
+        time.sleep(0.01)
+    else:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    over.set()
+    staying.join()
+    assert (ended, status) == (child, 0)
 
 
 class Interruption:

@@ -776,10 +776,13 @@ class Watch:
             if numbers is not None:
                 self._recorder.add([row], [numbers])
 
-    @_entry
     def start_anew(self) -> None:
         """After a fork: what the parent collected so far is the parent's."""
-        self.lock = threading.RLock()
+        self.lock, self._entered = threading.RLock(), False  # a thread of the parent's may have been inside
+        self._forget_everything()
+
+    @_entry
+    def _forget_everything(self) -> None:
         self._recorder, self._unheld = StepRecorder(), StepRecorder()
         self._ended = self._joining = None
         self._held_by_none.clear()
