@@ -385,12 +385,14 @@ def test_output_removed_or_renamed(runner: Runner) -> None:
     Anomalies are all there again.
     """
     changes = """
-    import glob, shutil
+    import glob, json, shutil
     directory = lambda: glob.glob("out/*rank0*")[0]
-    def written(step):  # the line of a step is written after its rows
+    def written(step):  # the line of a step is written after its rows, its anomalies after that
         try:
-            return str(step) in [line.split(",")[1] for line in open(directory() + "/steps.csv")]
-        except (OSError, IndexError):
+            lines = [line.split(",")[1] for line in open(directory() + "/steps.csv")]
+            found = json.load(open("out/anomaly_detected/rank0/anomaly.json")).values()
+            return str(step) in lines and step in [entry["step"] for entry in found]
+        except (OSError, IndexError, ValueError):
             return False
     def change(step):
         while not written(step - 1):

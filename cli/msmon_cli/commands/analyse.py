@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from msmon.errors import ExitCode, OutputError
+from msmon.log import printable
 from msmon_cli import console
 from msmon_cli.values import usable_path, whole_number, wrong_value
 
@@ -91,7 +92,7 @@ def analyse(  # noqa: PLR0917 - Typer calls it by name
     wanted = _steps(steps)
     rules = load_config(config).alert.rules if config is not None else ()
     if config is not None and not rules:
-        raise typer.BadParameter(f"{config} has no alert rules", param_hint="--config")
+        raise typer.BadParameter(f"{printable(str(config))} has no alert rules", param_hint="--config")
     with console.progress("reading") as progress:
         analysis = rank_anomalies(directory, top=top, steps=wanted, rules=rules, all_runs=all_runs, progress=progress)
     path = result_path(directory) if output is None else output
