@@ -42,9 +42,7 @@ def explain(words: str) -> str:
         OptionError: No page says anything of it.
     """
     wanted = words.strip().removesuffix(".md").lower()
-    about_word = [remark for word, remarks in _remarks().items() if word.lower() == wanted for remark in remarks]
-    remarks = about_word or _about_line(wanted)
-    found = _pages().get(wanted) or _sections().get(wanted) or "\n\n".join(remarks)
+    found = _pages().get(wanted) or _sections().get(wanted) or "\n\n".join(_about_word(wanted) or _about_line(wanted))
     if found:
         return _LINK.sub(_as_command, found).rstrip("\n") + "\n"
     close = difflib.get_close_matches(words, topics(), n=3)
@@ -124,6 +122,10 @@ def _as_list(head: str, row: str) -> str:
     names, cells = ([cell.strip().replace("\\|", "|") for cell in _BAR.split(line)[1:-1]] for line in (head, row))
     lines = [f"- {name}: {cell}" for name, cell in zip(names[1:], cells[1:], strict=True) if cell]
     return "\n".join([f"**{names[0]}** {cells[0]}".replace("****", "").strip(), "", *lines])
+
+
+def _about_word(wanted: str) -> list[str]:
+    return [remark for word, remarks in _remarks().items() if word.lower() == wanted for remark in remarks]
 
 
 def _about_line(line: str) -> list[str]:

@@ -139,7 +139,7 @@ class _Output:
             self.alerts.flush()
 
     def close(self) -> None:
-        self.end()
+        """After :meth:`end`: a disk that hangs is not waited for once more than need be."""
         self.writer.close()
         self.release()
 
@@ -269,7 +269,7 @@ class Session:
         return tap
 
     def _follow(self, watch: Watch) -> None:
-        """A model of a dynamic run has begun, changed or ended recording; communication goes with the first model."""
+        """A model of a dynamic run has begun, changed or ended recording; communication follows if it goes with that."""
         records = not watch.gate.finished
         if watch is self._leading:
             if self.communication is not None:
